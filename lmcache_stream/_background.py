@@ -1,0 +1,111 @@
+"""A home for work that may outlive the call that began it.
+
+anyio's shields do not hold against ``Task.cancel()`` of asyncio itself, which is what
+``asyncio.wait_for``, ``asyncio.timeout`` and a web server's disconnect use. What must be brought to
+its end therefore runs as a task of its own, in one task group a resource, and the caller waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+import anyio
+
+from .errors import ClosedError
+
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
+
+
+class Background:
+    """A task group that is open from ``start`` to ``aclose``, whichever tasks call these.
+
+    An exception of one task reaches whoever waits for it and nobody else.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._group: asyncio.TaskGroup | None = None
+        self._host: asyncio.Task[None] | None = None
+        self._closing = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> None:
+        """Open the group in a task of its own."""
+        opened = asyncio.Event()
+        self._host = asyncio.create_task(self._run(opened), name=f"{self._name}: home")
+        await opened.wait()
+
+    async def _run(self, opened: asyncio.Event) -> None:
+        async with asyncio.TaskGroup() as group:
+            self._group = group
+            opened.set()
+            await self._closing.wait()
+            self._group = None
+
+    def spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Future[T]:
+        """Begin ``work`` and return what it will give; dropping the result does not stop it.
+
+        Raises:
+            ClosedError: the home is not open.
+        """
+        group = self._group
+        if group is None or self._closing.is_set():
+            work.close()
+            raise ClosedError(f"{self._name} is closed")
+        outcome: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        task = group.create_task(self._guard(work, outcome), name=f"{self._name}: {work.__name__}")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        # A task that is cancelled before its first step never reaches its own clean-up.
+        task.add_done_callback(lambda _: outcome.done() or outcome.cancel())
+        return outcome
+
+    async def _guard(self, work: Coroutine[Any, Any, T], outcome: asyncio.Future[T]) -> None:
+        try:
+            result = await work
+        except asyncio.CancelledError:
+            outcome.cancel()
+            raise
+        except BaseException as error:
+            if outcome.cancelled():
+                logger.debug("%s: an error that nobody waits for", self._name, exc_info=True)
+            else:
+                outcome.set_exception(error)
+                # Marks it as seen: where nobody waits any more, that is no news.
+                outcome.exception()
+        else:
+            if not outcome.cancelled():
+                outcome.set_result(result)
+
+    async def finish(self, work: Coroutine[Any, Any, T], *, grace: float = 2.0) -> T:
+        """Run ``work`` to its end, whatever becomes of the caller, and return its result.
+
+        A cancelled caller waits for the end, at most ``grace`` seconds, so that in the usual case
+        everything is given back when the cancellation goes on; after that the work goes on alone.
+        """
+        outcome = self.spawn(work)
+        try:
+            return await asyncio.shield(outcome)
+        except asyncio.CancelledError:
+            if not outcome.done():
+                with anyio.CancelScope(shield=True):
+                    await asyncio.wait({outcome}, timeout=grace)
+            raise
+
+    async def aclose(self, *, grace: float = 0.0) -> int:
+        """Wait ``grace`` seconds for what runs, cancel the rest and return how many that were."""
+        if self._host is None:
+            return 0
+        with anyio.CancelScope(shield=True):
+            if self._tasks and grace > 0:
+                await asyncio.wait(self._tasks, timeout=grace)
+            left = list(self._tasks)
+            for task in left:
+                task.cancel()
+            self._closing.set()
+            await asyncio.wait({self._host})
+        return len(left)

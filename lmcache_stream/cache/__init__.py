@@ -1,0 +1,1 @@
+"""The LMCache server as a peer: requests, layouts, data planes and the context over them."""
