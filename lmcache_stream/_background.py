@@ -81,15 +81,19 @@ class Background:
             if not outcome.cancelled():
                 outcome.set_result(result)
 
-    async def finish(self, work: Coroutine[Any, Any, T], *, grace: float = 2.0) -> T:
+    async def finish(
+        self, work: Coroutine[Any, Any, T], *, deadline: float | None = None, grace: float = 2.0
+    ) -> T:
         """Run ``work`` to its end, whatever becomes of the caller, and return its result.
 
         A cancelled caller waits for the end, at most ``grace`` seconds, so that in the usual case
         everything is given back when the cancellation goes on; after that the work goes on alone.
+        So it does after ``deadline`` seconds, which raise TimeoutError.
         """
         outcome = self.spawn(work)
         try:
-            return await asyncio.shield(outcome)
+            with anyio.fail_after(deadline):
+                return await asyncio.shield(outcome)
         except asyncio.CancelledError:
             if not outcome.done():
                 with anyio.CancelScope(shield=True):

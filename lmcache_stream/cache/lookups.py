@@ -1,0 +1,130 @@
+"""Lookups, and the read locks that each of them takes on the server."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from dataclasses import dataclass
+
+import anyio
+
+from ..errors import CacheError, CacheTimeoutError
+from .messages import END_SESSION, FREE_LOOKUP_LOCKS, LOOKUP, QUERY_PREFETCH_STATUS
+from .peer import LATE_SECONDS, Peer
+
+logger = logging.getLogger(__name__)
+
+_FIRST_PAUSE = 0.002
+_LONGEST_PAUSE = 0.2
+# A payload that the wire format has kept and the server ignores.
+_TP_SIZE = 1
+
+
+@dataclass(slots=True)
+class PrefixLease:
+    """Read locks on the first ``chunks`` chunks of ``tokens``, to be given back exactly once.
+
+    Attributes:
+        tokens: the prompt that was looked up, whole chunks.
+        cache_salt: its salt.
+        request_id: the server's session of this lookup.
+        chunks: chunks that were found; no more than these are locked.
+        released: whether the locks are given back, or somebody else has taken that on.
+    """
+
+    tokens: list[int]
+    cache_salt: str
+    request_id: str
+    chunks: int = 0
+    released: bool = False
+
+
+class Lookups:
+    """Finds how much of a prompt's KV is in the cache and holds it there."""
+
+    def __init__(self, peer: Peer) -> None:
+        self._peer = peer
+
+    async def acquire(self, tokens: list[int], cache_salt: str, *, deadline: float) -> PrefixLease:
+        """Look ``tokens`` (whole chunks) up and lock what is found.
+
+        Left early, by a cancel or by the deadline, the lookup is followed to its result all the
+        same, because only then can its locks be given back.
+
+        Raises:
+            CacheTimeoutError: no result within ``deadline`` seconds.
+        """
+        peer = self._peer
+        await peer.ensure_registered()
+        lease = PrefixLease(tokens, cache_salt, f"lookup-{secrets.token_hex(16)}")
+        outcome = peer.background.spawn(self._look_up(lease))
+        try:
+            with anyio.fail_after(deadline):
+                await asyncio.shield(outcome)
+        except TimeoutError as error:
+            self._follow(lease, outcome)
+            if isinstance(error, CacheTimeoutError):
+                raise
+            raise await peer.explain("a lookup", deadline) from error
+        except asyncio.CancelledError:
+            self._follow(lease, outcome)
+            raise
+        return lease
+
+    async def release(self, lease: PrefixLease, *, start: int = 0) -> None:
+        """Give back the locks from chunk ``start`` on and end the session; once, later calls do nothing.
+
+        Raises nothing for a server that is gone or silent: then the locks end with it or with their
+        time to live.
+        """
+        if not lease.released:
+            lease.released = True
+            work = self.give_back(lease, start=start)
+            if self._peer.requests.is_up:
+                await self._peer.background.finish(work)
+            else:
+                # The locks may be gone with the server; whoever released must not wait to know.
+                self._peer.background.spawn(work)
+
+    async def _look_up(self, lease: PrefixLease) -> None:
+        peer = self._peer
+        key = peer.key(lease.tokens, lease.cache_salt, lease.request_id, worker_id=None)
+        with anyio.fail_after(LATE_SECONDS):
+            await peer.call(LOOKUP, key, _TP_SIZE, deadline=LATE_SECONDS)
+            pause = _FIRST_PAUSE
+            while True:
+                chunks = await peer.call(
+                    QUERY_PREFETCH_STATUS, lease.request_id, deadline=LATE_SECONDS
+                )
+                if chunks is not None:
+                    lease.chunks = min(chunks, len(lease.tokens) // peer.chunk_size)
+                    return
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, _LONGEST_PAUSE)
+
+    def _follow(self, lease: PrefixLease, outcome: asyncio.Future[None]) -> None:
+        lease.released = True
+        self._peer.background.spawn(self._release_after(lease, outcome))
+
+    async def _release_after(self, lease: PrefixLease, outcome: asyncio.Future[None]) -> None:
+        try:
+            await outcome
+        except (CacheError, TimeoutError):
+            return
+        await self.give_back(lease)
+
+    async def give_back(self, lease: PrefixLease, *, start: int = 0) -> None:
+        """Do the release of a lease that is marked as released, from within the background."""
+        peer = self._peer
+        size = peer.chunk_size
+        try:
+            if start < lease.chunks:
+                locked = lease.tokens[: lease.chunks * size]
+                key = peer.key(
+                    locked, lease.cache_salt, lease.request_id, start=start * size, worker_id=None
+                )
+                await peer.call(FREE_LOOKUP_LOCKS, key, _TP_SIZE, deadline=peer.timeouts.lookup)
+            await peer.call(END_SESSION, lease.request_id, deadline=peer.timeouts.lookup)
+        except CacheError as error:
+            logger.warning("read locks are left to their time to live: %s", error)

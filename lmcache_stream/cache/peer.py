@@ -1,0 +1,221 @@
+"""One registered client of one LMCache server."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from .._background import Background
+from ..errors import CacheConnectError, CacheError, CacheTimeoutError, LMCacheStreamError
+from . import layouts
+from .geometry import KVGeometry
+from .http import CacheHTTP
+from .messages import REGISTER, UNREGISTER, Operation, PrefixKey, Registration
+from .requests import RequestClient
+from .shared_memory import SharedPool
+
+T = TypeVar("T")
+
+# The server reaps a client that never pinged after an hour; one that comes back from a pause, or to
+# a server that was restarted, registers again instead of pinging, which would start a 120 s clock.
+_IDLE_SECONDS = 30.0
+# What the server holds for us it lets go of by itself after this time (its read-lock TTL). Until then
+# a late reply is still waited for, in the background, so that what it grants can be given back.
+LATE_SECONDS = 300.0
+# Names of registrations that are no engine's: ours, and the server's query caches.
+OWN_MARK = "##lmcs-"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeouts:
+    """Deadlines towards the LMCache server, in seconds.
+
+    Attributes:
+        connect: for the connection to come up, and for each HTTP request.
+        lookup: for a lookup with its prefetch.
+        retrieve: for one retrieve.
+        store: for one store.
+    """
+
+    connect: float = 5.0
+    lookup: float = 10.0
+    retrieve: float = 60.0
+    store: float = 60.0
+
+
+class Peer:
+    """The server as everything above sees it: operations, keys, a registration that is renewed.
+
+    Registered under a name of our own, because registering the engine's name would replace the
+    layout that the live engine's lookups use; the keys carry the engine's name.
+    """
+
+    def __init__(
+        self,
+        requests: RequestClient,
+        http: CacheHTTP,
+        *,
+        model_name: str,
+        chunk_size: int,
+        timeouts: Timeouts,
+        alone: bool,
+    ) -> None:
+        self.requests = requests
+        self.http = http
+        self.model_name = model_name
+        self.chunk_size = chunk_size
+        self.timeouts = timeouts
+        self.background = Background(f"LMCache context of {model_name}")
+        self.pool: SharedPool | None = None
+        self.instance_id = 0
+        # Slots that the server reserved for us and that were not committed: unregistering, or being
+        # unregistered, would publish them unfilled.
+        self.unfilled = 0
+        self._alone = alone
+        self._geometry: KVGeometry | None = None
+        self._registering = asyncio.Lock()
+        self._connections = 0
+        self._last_used = 0.0
+
+    @property
+    def geometry(self) -> KVGeometry:
+        """The geometry that was registered."""
+        assert self._geometry is not None, "register() comes first"
+        return self._geometry
+
+    async def register(self, geometry: KVGeometry) -> None:
+        """Announce ``geometry`` under a new instance id; then an earlier registration ends.
+
+        Raises:
+            CacheTimeoutError: the server does not take this client; it says so by silence.
+        """
+        async with self._registering:
+            before = self.instance_id, self._geometry
+            self.instance_id, self._geometry = secrets.randbits(63), geometry
+            try:
+                await self._register()
+            except CacheTimeoutError:
+                self.instance_id, self._geometry = before
+                raise
+            if before[0]:
+                await self._unregister(before[0])
+
+    async def call(self, operation: Operation[T], *payloads: Any, deadline: float) -> T:
+        """Send one operation; see ``RequestClient.call``."""
+        result = await self.requests.call(operation, *payloads, deadline=deadline)
+        self._last_used = time.monotonic()
+        return result
+
+    async def ensure_registered(self) -> None:
+        """Register again after idleness, or after the connection came up anew."""
+        if self._is_fresh():
+            return
+        async with self._registering:
+            if not self._is_fresh():
+                await self._register()
+
+    def _is_fresh(self) -> bool:
+        idle = time.monotonic() - self._last_used
+        return idle < _IDLE_SECONDS and self._connections == self.requests.connections
+
+    async def _register(self) -> None:
+        geometry = self.geometry
+        layout = layouts.get(geometry.layout)
+        name = self.model_name if self._alone else f"{self.model_name}{OWN_MARK}{self.instance_id:x}"
+        reply = await self.call(
+            REGISTER,
+            Registration(
+                instance_id=self.instance_id,
+                model_name=name,
+                world_size=geometry.world_size,
+                block_size=geometry.block_size,
+                num_layers=geometry.num_layers,
+                hidden_dim_size=layout.hidden_dim_size(geometry),
+                dtype_str=str(geometry.dtype).removeprefix("torch."),
+                use_mla=layout.single_plane,
+                num_physical_slots=self.chunk_size,
+            ),
+            deadline=self.timeouts.connect,
+        )
+        self._connections = self.requests.connections
+        if not reply.shm_name or reply.pool_size <= 0:
+            pool, self.pool = self.pool, None
+        elif self.pool is not None and self.pool.is_current():
+            return
+        else:
+            pool, self.pool = self.pool, SharedPool(reply.shm_name, reply.pool_size)
+            # A new pool means a new server, which holds nothing of ours.
+            self.unfilled = 0
+        if pool is not None:
+            pool.close()
+
+    async def _unregister(self, instance_id: int) -> None:
+        if self.unfilled == 0:
+            await self.call(UNREGISTER, instance_id, deadline=self.timeouts.connect)
+
+    def key(
+        self,
+        tokens: Sequence[int],
+        cache_salt: str,
+        request_id: str,
+        *,
+        start: int = 0,
+        worker_id: int | None = 0,
+    ) -> PrefixKey:
+        """Name the chunks of ``tokens[start:]`` behind the prefix before them."""
+        return PrefixKey(
+            model_name=self.model_name,
+            world_size=self.geometry.world_size,
+            worker_id=worker_id,
+            token_ids=tokens,
+            start=start,
+            end=len(tokens),
+            request_id=request_id,
+            cache_salt=cache_salt,
+        )
+
+    async def explain(self, what: str, deadline: float) -> CacheError:
+        """Return the error for a silence: what the server's status says is the likely reason."""
+        tried = f"{what} at {self.requests.url} (model {self.model_name!r}) got no answer within {deadline:g} s"
+        try:
+            status = await self.http.status()
+        except LMCacheStreamError as error:
+            return CacheConnectError(f"{tried}, and {self.http.url} says: {error}")
+        registered = status.get("registered_non_cuda_instance_ids", [])
+        if self.instance_id not in registered:
+            self._last_used = 0.0
+            return CacheTimeoutError(
+                f"{tried}: the server no longer knows this client (was it restarted?). It registers "
+                "again before the next operation: try once more"
+            )
+        if not status.get("is_healthy", True):
+            return CacheTimeoutError(f"{tried}: {self.http.url}/status calls the server unhealthy")
+        return CacheTimeoutError(
+            f"{tried}, though its status is healthy. It is busy, or the operation failed there, "
+            "which it answers with silence: see the server's log"
+        )
+
+    async def aclose(self, *, grace: float) -> int:
+        """Let what runs come to its end, unregister, close everything.
+
+        Returns the number of operations that had to be left before their end.
+        """
+        left = await self.background.aclose(grace=grace)
+        try:
+            if self.instance_id and self.requests.is_up:
+                await self._unregister(self.instance_id)
+        except CacheError:
+            # The server forgets silent clients by itself.
+            pass
+        finally:
+            self.instance_id = 0
+            await self.requests.aclose()
+            await self.http.aclose()
+            if self.pool is not None:
+                self.pool.close()
+                self.pool = None
+        return left

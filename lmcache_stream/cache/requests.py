@@ -1,0 +1,191 @@
+"""The request client: one DEALER socket, replies matched to requests by uid."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import anyio
+import zmq
+import zmq.asyncio
+from zmq.utils.monitor import parse_monitor_message
+
+from .._background import Background
+from ..errors import CacheConnectError, CacheTimeoutError, ClosedError
+from .messages import Frame, Operation, decode_result, decode_uid, encode_request
+
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
+
+_HANDSHAKE_FAILURES = (
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL,
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL,
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH,
+)
+
+
+class RequestClient:
+    """Sends operations to one LMCache server and awaits their results.
+
+    The socket's monitor tells when the server is gone, so that a dead server is an error at once and
+    not a deadline. ``connections`` counts how often the connection came up: a change of it means
+    that the server may have been restarted and know nothing of what was registered.
+    """
+
+    def __init__(self, url: str, *, connect_timeout: float) -> None:
+        self._url = url
+        self._connect_timeout = connect_timeout
+        self._uids = itertools.count(1)
+        self._waiting: dict[int, tuple[Operation[Any], asyncio.Future[Sequence[Frame]]]] = {}
+        self._up = asyncio.Event()
+        self._refusal = ""
+        self._background = Background(f"LMCache at {url}")
+        self._context: zmq.asyncio.Context | None = None
+        self._socket: zmq.asyncio.Socket | None = None
+        self._monitor: zmq.asyncio.Socket | None = None
+        self.connections = 0
+
+    @property
+    def url(self) -> str:
+        return self._url
+
+    @property
+    def is_up(self) -> bool:
+        """Whether a server is connected just now."""
+        return self._up.is_set()
+
+    async def start(self) -> None:
+        """Open the socket; the connection itself is waited for by the first call."""
+        self._context = zmq.asyncio.Context()
+        try:
+            self._socket = socket = self._context.socket(zmq.DEALER)
+            socket.setsockopt(zmq.LINGER, 0)
+            # Nothing is queued for a server that is not there and may come back as another one.
+            socket.setsockopt(zmq.IMMEDIATE, 1)
+            socket.setsockopt(zmq.SNDHWM, 0)
+            socket.setsockopt(zmq.RCVHWM, 0)
+            socket.setsockopt(zmq.CONNECT_TIMEOUT, max(1, round(self._connect_timeout * 1000)))
+            socket.setsockopt(zmq.RECONNECT_IVL, 100)
+            socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
+            # Answered by the server's I/O thread however busy it is: finds a dead network, not a slow
+            # handler.
+            socket.setsockopt(zmq.HEARTBEAT_IVL, 5000)
+            socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 20000)
+            socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+            socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 30)
+            socket.setsockopt(zmq.IPV6, 1)
+            self._monitor = socket.get_monitor_socket()
+            socket.connect(self._url)
+        except zmq.ZMQError as error:
+            await self.aclose()
+            raise CacheConnectError(f"cannot open a socket to LMCache at {self._url}: {error}") from error
+        await self._background.start()
+        self._background.spawn(self._watch(self._monitor))
+        self._background.spawn(self._receive(socket))
+
+    async def call(self, operation: Operation[T], *payloads: Any, deadline: float) -> T:
+        """Send one operation and return its result within ``deadline`` seconds.
+
+        Raises:
+            CacheConnectError: no connection, or it broke before the reply.
+            CacheTimeoutError: silence, which is also how this server answers its own errors.
+            ClosedError: the client is closed.
+        """
+        socket = self._open_socket()
+        await self._wait_until_up(operation)
+        uid = next(self._uids)
+        reply: asyncio.Future[Sequence[Frame]] = asyncio.get_running_loop().create_future()
+        self._waiting[uid] = (operation, reply)
+        try:
+            with anyio.fail_after(deadline):
+                await socket.send_multipart(encode_request(uid, operation, payloads), copy=False)
+                frames = await reply
+        except TimeoutError as error:
+            if not self._up.is_set():
+                raise self._broken(operation) from error
+            raise CacheTimeoutError(
+                f"LMCache at {self._url} did not answer {operation.name} within {deadline:g} s"
+            ) from error
+        except zmq.ZMQError as error:
+            raise CacheConnectError(
+                f"{operation.name} could not be sent to LMCache at {self._url}: {error}"
+            ) from error
+        finally:
+            self._waiting.pop(uid, None)
+        return decode_result(operation, frames)
+
+    def _open_socket(self) -> zmq.asyncio.Socket:
+        if self._socket is None:
+            raise ClosedError(f"the connection to LMCache at {self._url} is closed")
+        return self._socket
+
+    async def _wait_until_up(self, operation: Operation[Any]) -> None:
+        if self._up.is_set():
+            return
+        try:
+            with anyio.fail_after(self._connect_timeout):
+                await self._up.wait()
+        except TimeoutError as error:
+            raise CacheConnectError(
+                f"{operation.name}: no LMCache server at {self._url} within "
+                f"{self._connect_timeout:g} s{self._refusal}. Is `lmcache server` running, and is "
+                "this the port of its --port option?"
+            ) from error
+
+    async def _watch(self, monitor: zmq.asyncio.Socket) -> None:
+        while True:
+            event = parse_monitor_message(await monitor.recv_multipart())["event"]
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self.connections += 1
+                self._refusal = ""
+                self._up.set()
+            elif event in _HANDSHAKE_FAILURES:
+                self._refusal = " (something answers there, but it does not speak ZeroMQ)"
+            elif event == zmq.EVENT_DISCONNECTED:
+                self._up.clear()
+                self._fail_waiting()
+            elif event == zmq.EVENT_MONITOR_STOPPED:
+                return
+
+    def _broken(self, operation: Operation[Any]) -> CacheConnectError:
+        return CacheConnectError(
+            f"the connection to LMCache at {self._url} broke during {operation.name}: "
+            "was the server stopped or restarted?"
+        )
+
+    def _fail_waiting(self) -> None:
+        for operation, reply in self._waiting.values():
+            if not reply.done():
+                reply.set_exception(self._broken(operation))
+
+    async def _receive(self, socket: zmq.asyncio.Socket) -> None:
+        while True:
+            parts = await socket.recv_multipart(copy=False)
+            frames = [part.buffer for part in parts]
+            uid = decode_uid(frames)
+            waiting = self._waiting.get(uid) if uid is not None else None
+            if waiting is None:
+                logger.debug("LMCache at %s: a late or unknown reply is dropped", self._url)
+            elif not waiting[1].done():
+                waiting[1].set_result(frames)
+
+    async def aclose(self) -> None:
+        """Close the socket and fail what still waits; idempotent."""
+        socket, self._socket = self._socket, None
+        monitor, self._monitor = self._monitor, None
+        context, self._context = self._context, None
+        self._up.clear()
+        for operation, reply in self._waiting.values():
+            if not reply.done():
+                reply.set_exception(ClosedError(f"closed during {operation.name}"))
+        await self._background.aclose()
+        if socket is not None:
+            if monitor is not None:
+                socket.disable_monitor()
+                monitor.close(linger=0)
+            socket.close(linger=0)
+        if context is not None:
+            context.term()

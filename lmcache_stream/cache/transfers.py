@@ -1,0 +1,229 @@
+"""Retrieves and stores: between chunks on the server and ``[2, L, T, D]`` here, copied once."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections import Counter
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+import anyio
+import torch
+
+from .._workers import Workers
+from ..errors import CacheError, CacheTimeoutError
+from . import layouts
+from .lookups import Lookups, PrefixLease
+from .messages import (
+    COMMIT_RETRIEVE,
+    COMMIT_STORE,
+    END_SESSION,
+    PREPARE_RETRIEVE,
+    PREPARE_STORE,
+    PrepareRetrieveReply,
+    StoreContext,
+)
+from .peer import LATE_SECONDS, Peer
+from .pickled import dump_chunks, load_chunks
+
+T = TypeVar("T")
+
+
+class KeyedLocks:
+    """A lock for each key, which exists while somebody holds it or waits for it."""
+
+    def __init__(self) -> None:
+        self._locks: dict[Any, asyncio.Lock] = {}
+        self._users: Counter[Any] = Counter()
+
+    async def acquire(self, key: Any) -> Callable[[], None]:
+        """Wait for the lock of ``key`` and return what releases it."""
+        lock = self._locks.setdefault(key, asyncio.Lock())
+        self._users[key] += 1
+        try:
+            await lock.acquire()
+        except BaseException:
+            self._drop(key)
+            raise
+
+        def release() -> None:
+            lock.release()
+            self._drop(key)
+
+        return release
+
+    def _drop(self, key: Any) -> None:
+        self._users[key] -= 1
+        if not self._users[key]:
+            del self._users[key], self._locks[key]
+
+
+class Transfers:
+    """Moves chunks. Each transfer runs to its end in the peer's background, whatever becomes of the
+    caller: what the server granted is given back, and what it reserved is filled.
+
+    The server keys a transfer by client, tokens, range, worker and salt and knows nothing of the
+    request id, so that equal transfers must not overlap.
+    """
+
+    def __init__(self, peer: Peer, lookups: Lookups, workers: Workers) -> None:
+        self._peer = peer
+        self._lookups = lookups
+        self._workers = workers
+        self._serial = KeyedLocks()
+
+    async def read(self, lease: PrefixLease, *, num_chunks: int | None = None) -> torch.Tensor | None:
+        """Return the KV of the first ``num_chunks`` chunks (all by default) that ``lease`` locks.
+
+        Returns ``[2, L, T, D]`` of the geometry's dtype, private and writable, or None where the
+        chunks were gone after all. Uses the lease up.
+
+        Raises:
+            ChunkMismatchError: the chunks are not of the registered geometry.
+            CacheTimeoutError: silence.
+        """
+        count = lease.chunks if num_chunks is None else min(num_chunks, lease.chunks)
+        tokens = lease.tokens[: count * self._peer.chunk_size]
+
+        def work(release: Callable[[], None]) -> Coroutine[Any, Any, torch.Tensor | None]:
+            return self._read(lease, tokens, count, release)
+
+        key = ("read", tuple(tokens), lease.cache_salt)
+        try:
+            return await self._run(key, work, "a retrieve", self._peer.timeouts.retrieve)
+        except BaseException:
+            # Does nothing where the transfer began: from there on it gives the locks back itself.
+            await self._lookups.release(lease)
+            raise
+
+    async def write(
+        self, kv: torch.Tensor, tokens: list[int], cache_salt: str, *, deadline: float
+    ) -> set[int]:
+        """Send the chunks of ``kv`` (``[2, L, T, D]``, T whole chunks) and return those it may be in.
+
+        With shared memory these are the indices of the chunks that were taken. The pickle plane
+        does not tell; there it is every index.
+
+        Raises:
+            ChunkMismatchError: the server's slots are not of the registered geometry.
+            CacheTimeoutError: silence.
+        """
+
+        def work(release: Callable[[], None]) -> Coroutine[Any, Any, set[int]]:
+            return self._write(kv, tokens, cache_salt, release)
+
+        key = ("write", tuple(tokens), cache_salt)
+        return await self._run(key, work, "a store", deadline)
+
+    async def _run(
+        self,
+        key: tuple[Any, ...],
+        work: Callable[[Callable[[], None]], Coroutine[Any, Any, T]],
+        what: str,
+        deadline: float,
+    ) -> T:
+        end = anyio.current_time() + deadline
+        try:
+            with anyio.fail_after(deadline):
+                release = await self._serial.acquire(key)
+            # No await in between: the work owns the lock from here on.
+            left = max(0.0, end - anyio.current_time())
+            return await self._peer.background.finish(work(release), deadline=left)
+        except TimeoutError as error:
+            if isinstance(error, CacheTimeoutError):
+                raise
+            raise await self._peer.explain(what, deadline) from error
+
+    async def _read(
+        self, lease: PrefixLease, tokens: list[int], count: int, release: Callable[[], None]
+    ) -> torch.Tensor | None:
+        peer = self._peer
+        held_from = 0
+        # Taken over before the first await, so that the caller's clean-up leaves them alone.
+        lease.released = True
+        try:
+            await peer.ensure_registered()
+            instance = peer.instance_id
+            key = peer.key(tokens, lease.cache_salt, lease.request_id)
+            # Once this was sent, whatever is answered, the locks of these chunks are the retrieve's.
+            held_from = count
+            reply = await peer.call(PREPARE_RETRIEVE, key, instance, deadline=LATE_SECONDS)
+            if not reply.success:
+                return None
+            try:
+                return await self._workers.run(self._decode, reply, count)
+            finally:
+                await peer.call(COMMIT_RETRIEVE, key, instance, deadline=LATE_SECONDS)
+        finally:
+            try:
+                await self._lookups.give_back(lease, start=held_from)
+            finally:
+                release()
+
+    def _decode(self, reply: PrepareRetrieveReply, count: int) -> torch.Tensor:
+        peer, geometry = self._peer, self._peer.geometry
+        size = peer.chunk_size
+        layout = layouts.get(geometry.layout)
+        shape = layout.chunk_shape(geometry, size)
+        slots = reply.context.slots
+        if slots is None:
+            chunks = load_chunks(reply.data, count, shape, geometry.dtype)
+        elif peer.pool is None or len(slots) != count:
+            raise CacheError(f"LMCache answered a retrieve of {count} chunks with {len(slots)} slots")
+        else:
+            chunks = [peer.pool.chunk(slot, shape, geometry.dtype) for slot in slots]
+        out = torch.empty(layout.kv_shape(geometry, count * size), dtype=geometry.dtype)
+        for index, chunk in enumerate(chunks):
+            layout.decode(chunk, out[:, :, index * size : (index + 1) * size], geometry)
+        return out
+
+    async def _write(
+        self, kv: torch.Tensor, tokens: list[int], cache_salt: str, release: Callable[[], None]
+    ) -> set[int]:
+        peer = self._peer
+        request_id = f"store-{secrets.token_hex(16)}"
+        try:
+            await peer.ensure_registered()
+            instance = peer.instance_id
+            key = peer.key(tokens, cache_salt, request_id)
+            peer.unfilled += 1
+            reply = await peer.call(PREPARE_STORE, key, instance, deadline=LATE_SECONDS)
+            if reply.context.slots is None:
+                indices = set(range(len(tokens) // peer.chunk_size))
+                data = await self._workers.run(self._pickle, kv)
+            else:
+                indices = set(reply.context.chunk_indices or ())
+                data = b""
+                if indices:
+                    await self._workers.run(self._fill, kv, reply.context)
+            if indices:
+                # Without slots there is nothing to commit, and a commit would publish another's.
+                await peer.call(COMMIT_STORE, key, instance, data, deadline=LATE_SECONDS)
+            peer.unfilled -= 1
+            await peer.call(END_SESSION, request_id, deadline=LATE_SECONDS)
+            return indices
+        finally:
+            release()
+
+    def _pickle(self, kv: torch.Tensor) -> bytes:
+        geometry, size = self._peer.geometry, self._peer.chunk_size
+        layout = layouts.get(geometry.layout)
+        shape = layout.chunk_shape(geometry, size)
+        chunks = []
+        for start in range(0, kv.shape[2], size):
+            chunk = torch.empty(shape, dtype=geometry.dtype)
+            layout.encode(kv[:, :, start : start + size], chunk, geometry)
+            chunks.append(chunk)
+        return dump_chunks(chunks)
+
+    def _fill(self, kv: torch.Tensor, context: StoreContext) -> None:
+        geometry, size, pool = self._peer.geometry, self._peer.chunk_size, self._peer.pool
+        slots, indices = context.slots or [], context.chunk_indices or []
+        if pool is None or len(slots) != len(indices):
+            raise CacheError(f"LMCache answered a store with {len(slots)} slots for {len(indices)} chunks")
+        layout = layouts.get(geometry.layout)
+        shape = layout.chunk_shape(geometry, size)
+        chunks = [pool.chunk(slot, shape, geometry.dtype) for slot in slots]
+        for index, chunk in zip(indices, chunks, strict=True):
+            layout.encode(kv[:, :, index * size : (index + 1) * size], chunk, geometry)

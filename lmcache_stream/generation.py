@@ -1,0 +1,251 @@
+"""One pass of a stream: the engine's events, taken into the stream's state as they are given out."""
+
+from __future__ import annotations
+
+import inspect
+import time
+import warnings
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import anyio
+
+from ._state import StreamState
+from .cache.context import AsyncLMCacheContext
+from .cache.lookups import PrefixLease
+from .completions import FinishEvent, PostCompletion, TokenEvent
+from .errors import CacheLostError, ClosedError, EngineStreamError, InvalidRequestError
+from .metrics import StreamPerfMetrics
+
+__all__ = ["Generation"]
+
+# What vLLM decodes where max_tokens is absent.
+_DEFAULT_MAX_TOKENS = 16
+
+
+class Generation:
+    """The tokens of one pass as they come; made by ``AsyncLMCacheStream.open_generation``.
+
+    Iterate it within ``async with``. Every id that it yields belongs to the stream, whatever happens
+    afterwards; leaving early aborts the pass in the engine.
+    """
+
+    def __init__(
+        self,
+        context: AsyncLMCacheContext,
+        post_completion: PostCompletion,
+        state: StreamState,
+        sampling_params: Mapping[str, Any],
+        suffix_tokens: Sequence[int],
+        occupy: Callable[[str], Callable[[], None]],
+    ) -> None:
+        self._context = context
+        self._post_completion = post_completion
+        self._state = state
+        self._params = dict(sampling_params)
+        self._extra = list(suffix_tokens)
+        self._occupy = occupy
+        self._vacate: Callable[[], None] | None = None
+        self._source: AsyncIterator[TokenEvent | FinishEvent] | None = None
+        self._lease: PrefixLease | None = None
+        self._prompt: list[int] = []
+        self._edited = 0
+        self._arrivals: list[float] = []
+        self._ids: list[int] = []
+        self._finish: FinishEvent | None = None
+        self._started = 0.0
+        self._is_taken = False
+        self._is_closed = False
+        self._metrics: StreamPerfMetrics | None = None
+
+    @property
+    def metrics(self) -> StreamPerfMetrics:
+        """Figures of the pass, once it has ended, in whatever way.
+
+        Raises:
+            ClosedError: it has not ended.
+        """
+        if self._metrics is None:
+            raise ClosedError("a generation has metrics once it has ended")
+        return self._metrics
+
+    @property
+    def finish_reason(self) -> str | None:
+        """The engine's reason, None before the end and where it gave none."""
+        return self._finish.reason if self._finish else None
+
+    async def __aenter__(self) -> Self:
+        try:
+            await self._begin()
+        except BaseException:
+            await self.aclose()
+            raise
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.aclose()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> TokenEvent:
+        if self._is_closed:
+            raise StopAsyncIteration
+        try:
+            await self._begin()
+            event = await self._next_token()
+            if event is None:
+                self._conclude()
+        except BaseException:
+            await self.aclose()
+            raise
+        if event is None:
+            await self.aclose()
+            raise StopAsyncIteration
+        return event
+
+    async def _begin(self) -> None:
+        if self._is_closed:
+            raise ClosedError("this generation is over: open another one")
+        if self._vacate is not None:
+            return
+        self._vacate = self._occupy("a generation")
+        state = self._state
+        self._prompt = state.prompt(self._extra)
+        self._edited = state.edited
+        if self._edited:
+            await self._pin_edited()
+        self._started = time.perf_counter()
+        source: Any = self._post_completion(self._prompt, self._params, state.cache_salt)
+        if not hasattr(source, "__aiter__"):
+            if inspect.iscoroutine(source):
+                source.close()
+            raise InvalidRequestError(
+                "post_completion must return an async iterator (an async generator function will do), "
+                f"not {type(source).__name__}"
+            )
+        self._source = aiter(source)
+
+    async def _pin_edited(self) -> None:
+        state, context = self._state, self._context
+        if not state.lost:
+            self._lease = await context.pin(state.tokens[: self._edited], state.cache_salt)
+            found = self._lease.chunks * context.chunk_size
+            if found >= self._edited:
+                return
+            state.lost = (
+                f"{found} of {self._edited} edited tokens are left in LMCache under the salt "
+                f"{state.cache_salt!r} (cleared, evicted or restarted); nothing was sent"
+            )
+        raise CacheLostError(f"{state.lost}. Store the edit again with update_kv()")
+
+    async def _next_token(self) -> TokenEvent | None:
+        source = self._source
+        assert source is not None
+        while True:
+            try:
+                event = await anext(source)
+            except StopAsyncIteration:
+                return None
+            if isinstance(event, TokenEvent):
+                arrived = time.perf_counter() if event.arrived is None else event.arrived
+                await self._take()
+                self._arrivals.append(arrived)
+                self._ids.append(event.token_id)
+                self._state.append(event.token_id, event.text)
+                return event
+            if not isinstance(event, FinishEvent):
+                raise InvalidRequestError(
+                    f"post_completion yielded a {type(event).__name__}, not a TokenEvent or FinishEvent"
+                )
+            self._finish = event
+            if event.reason is not None:
+                await self._take()
+            if event.text:
+                self._state.text.append(event.text)
+
+    async def _take(self) -> None:
+        if not self._is_taken:
+            self._is_taken = True
+            self._state.take(self._extra)
+            await self._unpin()
+
+    async def _unpin(self) -> None:
+        lease, self._lease = self._lease, None
+        if lease is not None:
+            await self._context.unpin(lease)
+
+    def _conclude(self) -> None:
+        """The engine came to its end: check what it says of it, then believe it."""
+        state = self._state
+        reason = self.finish_reason
+        if reason in ("abort", "error"):
+            raise EngineStreamError(
+                f"the engine ended the pass with {reason!r} after {len(self._ids)} tokens: see its log",
+                token_ids=self._ids,
+            )
+        if not self._is_taken:
+            self._is_taken = True
+            state.take(self._extra)
+        if self._edited:
+            self._confirm_edited()
+        if reason is None:
+            limit = self._params.get("max_tokens")
+            state.done = len(self._ids) < (_DEFAULT_MAX_TOKENS if limit is None else limit)
+        else:
+            state.done = reason != "length"
+
+    def _confirm_edited(self) -> None:
+        state = self._state
+        cached = self._finish.cached_tokens if self._finish else None
+        if cached is None:
+            warnings.warn(
+                "the engine does not report cached tokens, so that nothing confirms that it decoded from "
+                "the edited KV: start vLLM with --enable-prompt-tokens-details",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+            return
+        wanted = min(self._edited, len(self._prompt) - 1)
+        if cached < wanted:
+            state.lost = (
+                f"the engine took {cached} tokens from the cache, not the {wanted} that were edited: the "
+                f"edited KV under the salt {state.cache_salt!r} was gone, so this answer is not the "
+                "edit's"
+            )
+            raise CacheLostError(f"{state.lost}. Store the edit again with update_kv()")
+
+    async def aclose(self) -> None:
+        """End the pass: abort it in the engine if it still runs, give everything back. Idempotent."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        try:
+            with anyio.CancelScope(shield=True):
+                try:
+                    close = getattr(self._source, "aclose", None)
+                    if close is not None:
+                        await close()
+                finally:
+                    await self._unpin()
+        finally:
+            self._metrics = StreamPerfMetrics.from_arrivals(
+                started=self._started,
+                ended=time.perf_counter() if self._started else 0.0,
+                arrivals=self._arrivals,
+                input_tokens=len(self._prompt),
+                cached_tokens=self._finish.cached_tokens if self._finish else None,
+                finish_reason=self.finish_reason,
+            )
+            if self._vacate is not None:
+                self._vacate()
+
+    def __del__(self) -> None:
+        if getattr(self, "_vacate", None) is not None and not self._is_closed:
+            warnings.warn(f"{self!r} was not closed", ResourceWarning, source=self, stacklevel=2)

@@ -1,0 +1,8 @@
+"""Rotary position embeddings: a model's frequencies, and moving cached keys to new positions."""
+
+from .config import RopeConfig
+from .families import Pairing
+from .reader import head_size_of, text_config_of
+from .rotation import rotate_keys
+
+__all__ = ["Pairing", "RopeConfig", "head_size_of", "rotate_keys", "text_config_of"]

@@ -1,0 +1,135 @@
+"""The blocking face of the engine side, and PostCompletions that are ordinary generators."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import warnings
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from types import TracebackType
+from typing import Any, Self
+
+from ..completions import CompletionTimeouts, FinishEvent, PostCompletion, TokenEvent
+from ..completions import VLLMCompletions as AsyncVLLMCompletions
+from ..errors import InvalidRequestError
+from ._portal import Portal
+
+Event = TokenEvent | FinishEvent
+SyncPostCompletion = Callable[[Sequence[int], Mapping[str, Any], str], Iterable[Event]]
+
+
+class VLLMCompletions:
+    """``lmcache_stream.VLLMCompletions`` without ``await``: an engine for streams, or to iterate by itself."""
+
+    def __init__(
+        self,
+        base_url: str,
+        model: str,
+        *,
+        api_key: str | None = None,
+        headers: Mapping[str, str] | None = None,
+        timeouts: CompletionTimeouts = CompletionTimeouts(),  # noqa: B008 - frozen
+    ) -> None:
+        async def make() -> AsyncVLLMCompletions:
+            return AsyncVLLMCompletions(
+                base_url, model, api_key=api_key, headers=headers, timeouts=timeouts
+            )
+
+        self._portal = Portal(f"the connection to {base_url}")
+        try:
+            self._inner = self._portal.call(make)
+        except BaseException:
+            self._portal.release()
+            raise
+
+    @property
+    def inner(self) -> AsyncVLLMCompletions:
+        """The asynchronous one, which lives on the loop of ``sync``."""
+        return self._inner
+
+    def __call__(
+        self, prompt_token_ids: Sequence[int], sampling_params: Mapping[str, Any], cache_salt: str = ""
+    ) -> Iterator[Event]:
+        """Yield the events of one pass; closing the iterator aborts it in the engine."""
+        events: Any = self._inner(prompt_token_ids, sampling_params, cache_salt)
+        try:
+            while True:
+                try:
+                    yield self._portal.call(events.__anext__)
+                except StopAsyncIteration:
+                    return
+        finally:
+            self._portal.call(events.aclose)
+
+    def close(self) -> None:
+        """Close every connection; idempotent."""
+        if self._portal.is_open:
+            try:
+                self._portal.call(self._inner.aclose)
+            finally:
+                self._portal.release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        portal = getattr(self, "_portal", None)
+        if portal is not None and portal.is_open:
+            warnings.warn(f"{self!r} was not closed", ResourceWarning, source=self, stacklevel=2)
+
+
+def as_async(post_completion: Any) -> PostCompletion:
+    """Return an asynchronous PostCompletion for a blocking one; those that are asynchronous stay."""
+    if isinstance(post_completion, VLLMCompletions):
+        return post_completion.inner
+    call = getattr(post_completion, "__call__", None)  # noqa: B004 - its kind is asked for
+    if inspect.isasyncgenfunction(post_completion) or inspect.isasyncgenfunction(call):
+        asynchronous: PostCompletion = post_completion
+        return asynchronous
+    if not callable(post_completion):
+        raise InvalidRequestError("post_completion must be callable, e.g. sync.VLLMCompletions")
+
+    def run(
+        prompt_token_ids: Sequence[int], sampling_params: Mapping[str, Any], cache_salt: str
+    ) -> AsyncIterator[Event]:
+        return _iterate_in_thread(post_completion, prompt_token_ids, sampling_params, cache_salt)
+
+    return run
+
+
+async def _iterate_in_thread(
+    post_completion: SyncPostCompletion, *arguments: Any
+) -> AsyncIterator[Event]:
+    """Iterate and close an ordinary generator in one thread, which is where its connections live."""
+    loop = asyncio.get_running_loop()
+    thread = ThreadPoolExecutor(1, "lmcache-stream post_completion")
+    events: Iterator[Event] | None = None
+    try:
+        made: Any = await loop.run_in_executor(thread, post_completion, *arguments)
+        if hasattr(made, "__aiter__"):
+            async for event in made:
+                yield event
+            return
+        if not hasattr(made, "__iter__"):
+            raise InvalidRequestError(
+                f"post_completion must return an iterator of events, not {type(made).__name__}"
+            )
+        events = iter(made)
+        over = object()
+        while (event := await loop.run_in_executor(thread, next, events, over)) is not over:
+            yield event
+    finally:
+        close = getattr(events, "close", None)
+        if close is not None:
+            # Behind a `next` that may still run: a thread cannot be interrupted, only followed.
+            thread.submit(close)
+        thread.shutdown(wait=False)
