@@ -57,7 +57,9 @@ class Background:
             work.close()
             raise ClosedError(f"{self._name} is closed")
         outcome: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        task = group.create_task(self._guard(work, outcome), name=f"{self._name}: {work.__name__}")
+        task = group.create_task(
+            self._guard(work, outcome), name=f"{self._name}: {getattr(work, '__name__', 'work')}"
+        )
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         # A task that is cancelled before its first step never reaches its own clean-up.

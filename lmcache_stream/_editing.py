@@ -23,9 +23,7 @@ _LONGEST_PAUSE = 1.0
 _LEAST_STORE = 1.0
 
 
-async def apply_edit(
-    context: AsyncLMCacheContext, fn: KVEdit, kv: torch.Tensor, tokens: list[int]
-) -> Edited:
+async def apply_edit(context: AsyncLMCacheContext, fn: KVEdit, kv: torch.Tensor, tokens: list[int]) -> Edited:
     """Return what ``fn`` makes of ``kv`` (``[2, L, T, D]``) and ``tokens``, both private to it.
 
     Raises:
@@ -40,7 +38,8 @@ async def apply_edit(
     call = getattr(fn, "__call__", None)  # noqa: B004
     edited: Any
     if inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(call):
-        edited = await fn(kv, tokens)
+        edited = fn(kv, tokens)
+        edited = await edited
     else:
         edited = await context.workers.run(fn, kv, tokens)
         if inspect.isawaitable(edited):

@@ -80,9 +80,7 @@ class EngineStatusError(EngineError):
         retry_after: the ``Retry-After`` header in seconds, where there was one.
     """
 
-    def __init__(
-        self, message: str, *, status: int, detail: str, retry_after: float | None = None
-    ) -> None:
+    def __init__(self, message: str, *, status: int, detail: str, retry_after: float | None = None) -> None:
         super().__init__(message)
         self.status = status
         self.detail = detail

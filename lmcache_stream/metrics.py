@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 __all__ = ["StreamPerfMetrics"]
 
@@ -65,7 +66,7 @@ class StreamPerfMetrics:
             duration=duration,
             ttft=arrivals[0] - started if count else None,
             tpot=(arrivals[-1] - arrivals[0]) / (count - 1) if count > 1 else None,
-            itl=tuple(after - before for before, after in zip(events, events[1:], strict=False)),
+            itl=tuple(after - before for before, after in pairwise(events)),
             input_tokens=input_tokens,
             output_tokens=count,
             cached_tokens=cached_tokens,

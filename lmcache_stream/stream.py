@@ -234,9 +234,7 @@ class AsyncLMCacheStream:
             new_kv, new_tokens = await apply_edit(self._context, fn, kv, tokens[:length])
             await self._commit(new_kv, new_tokens, tokens[length:], length, started, timeout)
 
-    async def _retrieve(
-        self, timeout: float, poll_interval: float, min_tokens: int | None
-    ) -> torch.Tensor:
+    async def _retrieve(self, timeout: float, poll_interval: float, min_tokens: int | None) -> torch.Tensor:
         state = self._state
         if state.lost:
             raise CacheLostError(f"{state.lost}. Store the edit again with update_kv()")
@@ -269,9 +267,7 @@ class AsyncLMCacheStream:
             )
         fork = self._isolation == "fork"
         salt = forked_salt(self._base_salt) if fork else self._base_salt
-        await store_whole(
-            context, kv[:, :, :whole], ids[:whole], salt, own_salt=fork, timeout=timeout
-        )
+        await store_whole(context, kv[:, :, :whole], ids[:whole], salt, own_salt=fork, timeout=timeout)
         per_token = context.geometry.bytes_per_token
         report = EditReport(
             tokens_before=tokens_before,
@@ -321,6 +317,4 @@ def create_request(
     isolation: Literal["fork", "shared"] = "fork",
 ) -> AsyncLMCacheStream:
     """Return a new stream; see ``AsyncLMCacheStream``."""
-    return AsyncLMCacheStream(
-        ctx, post_completion, prompt_token_ids, cache_salt, isolation=isolation
-    )
+    return AsyncLMCacheStream(ctx, post_completion, prompt_token_ids, cache_salt, isolation=isolation)

@@ -115,9 +115,7 @@ class connect:  # noqa: N801 - read as a function: `await connect(...)`, `async 
             if isinstance(error, LMCacheStreamError):
                 error.add_note(f"while connecting to {self._url} and {self._http_url}")
             raise
-        return AsyncLMCacheContext(
-            peer, found, config, max_model_len=self._max_model_len, rope=self._rope
-        )
+        return AsyncLMCacheContext(peer, found, config, max_model_len=self._max_model_len, rope=self._rope)
 
 
 async def _register(peer: Peer, geometry: KVGeometry) -> None:

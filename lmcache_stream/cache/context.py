@@ -24,7 +24,7 @@ from .layout_check import verify_layout
 from .lookups import Lookups, PrefixLease
 from .messages import ChunkMismatchError
 from .model_config import ModelConfig
-from .peer import Peer, Timeouts
+from .peer import Peer
 from .transfers import Transfers
 
 __all__ = ["AsyncLMCacheContext", "StoreResult"]
@@ -115,9 +115,7 @@ class AsyncLMCacheContext:
                 raise GeometryError(
                     f"the RoPE of {self.model_name!r} is not known: pass model_config= to connect()"
                 )
-            self._rope = RopeConfig.from_model_config(
-                self._config.raw, max_model_len=self._max_model_len
-            )
+            self._rope = RopeConfig.from_model_config(self._config.raw, max_model_len=self._max_model_len)
         return self._rope
 
     async def lookup(self, tokens: Sequence[int], cache_salt: str = "") -> int:
@@ -245,9 +243,7 @@ class AsyncLMCacheContext:
         except GeometryError:
             return
         spread = await self._workers.run(
-            functools.partial(
-                verify_layout, kv, tokens, self.geometry, rope, chunk_size=self.chunk_size
-            )
+            functools.partial(verify_layout, kv, tokens, self.geometry, rope, chunk_size=self.chunk_size)
         )
         if spread is None:
             logger.info("too few repeated tokens to check the KV layout on this prompt")

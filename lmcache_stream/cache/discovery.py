@@ -85,9 +85,7 @@ def _single_worker(entry: Mapping[str, Any], model_name: str) -> None:
         )
 
 
-def _from_driven(
-    model_name: str, entry: Mapping[str, Any], config: ModelConfig | None
-) -> KVGeometry:
+def _from_driven(model_name: str, entry: Mapping[str, Any], config: ModelConfig | None) -> KVGeometry:
     _single_worker(entry, model_name)
     if config is None:
         raise GeometryError(
@@ -128,9 +126,7 @@ def with_dtype(geometry: KVGeometry, dtype: torch.dtype) -> KVGeometry:
     return changed
 
 
-def _from_device(
-    model_name: str, entry: Mapping[str, Any], config: ModelConfig | None
-) -> KVGeometry:
+def _from_device(model_name: str, entry: Mapping[str, Any], config: ModelConfig | None) -> KVGeometry:
     _single_worker(entry, model_name)
     layout = entry.get("kv_cache_layout")
     groups = layout.get("kernel_groups") if isinstance(layout, Mapping) else None
@@ -174,9 +170,7 @@ def _count(value: Any, name: str, model_name: str) -> int:
     return value
 
 
-def _heads(
-    group: Mapping[str, Any], config: ModelConfig | None, model_name: str
-) -> tuple[int, int]:
+def _heads(group: Mapping[str, Any], config: ModelConfig | None, model_name: str) -> tuple[int, int]:
     """Read the KV heads and their size off the symbolic shape and the concrete one beside it."""
     names = _inside_brackets(group.get("engine_kv_shape"))
     sizes = _inside_brackets(group.get("engine_kv_concrete_shape"))
@@ -187,9 +181,7 @@ def _heads(
             return int(heads), int(size)
     if config is not None:
         return config.num_kv_heads, config.head_size
-    raise GeometryError(
-        f"the KV heads of {model_name!r} are not known: pass model_config= or geometry="
-    )
+    raise GeometryError(f"the KV heads of {model_name!r} are not known: pass model_config= or geometry=")
 
 
 def _inside_brackets(shape: Any) -> list[str]:

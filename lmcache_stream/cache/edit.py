@@ -39,9 +39,7 @@ def drop_tokens(
     """
     ids = checked_token_ids(tokens, "tokens")
     if kv.dim() != 4 or kv.shape[0] != 2 or kv.shape[2] != len(ids):
-        raise InvalidRequestError(
-            f"kv of shape {tuple(kv.shape)} is not [2, L, T, D] of {len(ids)} tokens"
-        )
+        raise InvalidRequestError(f"kv of shape {tuple(kv.shape)} is not [2, L, T, D] of {len(ids)} tokens")
     if kept.dim() != 1 or kept.dtype != torch.int64:
         raise InvalidRequestError(f"kept must be int64 [n], not {kept.dtype} {tuple(kept.shape)}")
     if bool((kept < 0).any() | (kept >= len(ids)).any() | (kept.diff() < 1).any()):

@@ -45,9 +45,7 @@ class CacheHTTP:
             answer = await self._get("/conf")
         section = answer.get("mp") if isinstance(answer, dict) else None
         if not isinstance(section, dict):
-            raise CacheError(
-                f"{self._url}/config has no section `mp`: is this LMCache in multiprocess mode?"
-            )
+            raise CacheError(f"{self._url}/config has no section `mp`: is this LMCache in multiprocess mode?")
         return section
 
     async def status(self) -> dict[str, Any]:

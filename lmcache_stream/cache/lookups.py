@@ -94,9 +94,7 @@ class Lookups:
             await peer.call(LOOKUP, key, _TP_SIZE, deadline=LATE_SECONDS)
             pause = _FIRST_PAUSE
             while True:
-                chunks = await peer.call(
-                    QUERY_PREFETCH_STATUS, lease.request_id, deadline=LATE_SECONDS
-                )
+                chunks = await peer.call(QUERY_PREFETCH_STATUS, lease.request_id, deadline=LATE_SECONDS)
                 if chunks is not None:
                     lease.chunks = min(chunks, len(lease.tokens) // peer.chunk_size)
                     return
@@ -121,9 +119,7 @@ class Lookups:
         try:
             if start < lease.chunks:
                 locked = lease.tokens[: lease.chunks * size]
-                key = peer.key(
-                    locked, lease.cache_salt, lease.request_id, start=start * size, worker_id=None
-                )
+                key = peer.key(locked, lease.cache_salt, lease.request_id, start=start * size, worker_id=None)
                 await peer.call(FREE_LOOKUP_LOCKS, key, _TP_SIZE, deadline=peer.timeouts.lookup)
             await peer.call(END_SESSION, lease.request_id, deadline=peer.timeouts.lookup)
         except CacheError as error:

@@ -92,7 +92,7 @@ class Slot(msgspec.Struct, frozen=True):
     def check(self, pool_size: int) -> None:
         """Raise CacheError unless the slot lies within the pool and holds its shape exactly."""
         wanted = math.prod(self.shape) * self.torch_dtype.itemsize
-        inside = 0 <= self.offset and self.offset + self.length <= pool_size
+        inside = self.offset >= 0 and self.offset + self.length <= pool_size
         if not inside or min(self.shape, default=0) < 1 or self.length < wanted:
             raise CacheError(
                 f"LMCache gave a slot at {self.offset} of {self.length} bytes for {self.dtype}"
@@ -161,6 +161,8 @@ PREPARE_STORE: Operation[PrepareStoreReply] = Operation("prepare_store", 16, Pre
 COMMIT_STORE: Operation[bool] = Operation("commit_store", 17, bool)
 PREPARE_RETRIEVE: Operation[PrepareRetrieveReply] = Operation("prepare_retrieve", 18, PrepareRetrieveReply)
 COMMIT_RETRIEVE: Operation[bool] = Operation("commit_retrieve", 19, bool)
+# Operations that need a registration; without one they are silent.
+TRANSFERS = (PREPARE_STORE, COMMIT_STORE, PREPARE_RETRIEVE, COMMIT_RETRIEVE)
 GET_CHUNK_SIZE: Operation[int] = Operation("get_chunk_size", 21, int)
 
 

@@ -102,9 +102,7 @@ def load_model_config(model_config: object, model_name: str) -> ModelConfig | No
         return ModelConfig.from_dict(_read(found))
     if model_config is None:
         return None
-    raise GeometryError(
-        f"model_config={given!r}: no config found; tried {', '.join(map(str, tried))}"
-    )
+    raise GeometryError(f"model_config={given!r}: no config found; tried {', '.join(map(str, tried))}")
 
 
 def _places(name: str) -> list[Path]:

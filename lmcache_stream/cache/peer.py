@@ -14,7 +14,7 @@ from ..errors import CacheConnectError, CacheError, CacheTimeoutError, LMCacheSt
 from . import layouts
 from .geometry import KVGeometry
 from .http import CacheHTTP
-from .messages import REGISTER, UNREGISTER, Operation, PrefixKey, Registration
+from .messages import REGISTER, TRANSFERS, UNREGISTER, Operation, PrefixKey, Registration
 from .requests import RequestClient
 from .shared_memory import SharedPool
 
@@ -180,14 +180,21 @@ class Peer:
 
     async def explain(self, what: str, deadline: float) -> CacheError:
         """Return the error for a silence: what the server's status says is the likely reason."""
-        tried = f"{what} at {self.requests.url} (model {self.model_name!r}) got no answer within {deadline:g} s"
+        tried = (
+            f"{what} at {self.requests.url} (model {self.model_name!r}) got no answer within {deadline:g} s"
+        )
+        if not self.requests.is_up:
+            return CacheConnectError(f"{tried}: no server is connected there. Is `lmcache server` running?")
         try:
             status = await self.http.status()
         except LMCacheStreamError as error:
             return CacheConnectError(f"{tried}, and {self.http.url} says: {error}")
         registered = status.get("registered_non_cuda_instance_ids", [])
         if self.instance_id not in registered:
+            # Then no reply will come to what still waits, and nothing of ours is left to commit.
             self._last_used = 0.0
+            self.requests.give_up(TRANSFERS)
+            self.unfilled = 0
             return CacheTimeoutError(
                 f"{tried}: the server no longer knows this client (was it restarted?). It registers "
                 "again before the next operation: try once more"

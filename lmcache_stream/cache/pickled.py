@@ -65,12 +65,11 @@ def _rebuild_tensor(
         raise CacheError("LMCache sent a tensor that is not a plain CPU tensor: refused")
     if len(size) != len(stride) or min((offset, *size, *stride), default=0) < 0:
         raise CacheError("LMCache sent a tensor with an impossible shape: refused")
-    empty = 0 in size
+    bytes_of = storage._untyped_storage
     last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
-    if not empty and last >= storage.size():
+    if 0 not in size and (last + 1) * storage.dtype.itemsize > bytes_of.nbytes():
         raise CacheError("LMCache sent a tensor that reaches beyond its storage: refused")
-    bare = torch.empty(0, dtype=storage.dtype)
-    return bare.set_(storage._untyped_storage, offset, size, stride)
+    return torch.empty(0, dtype=storage.dtype).set_(bytes_of, offset, size, stride)
 
 
 _ALLOWED: dict[tuple[str, str], Callable[..., Any]] = {

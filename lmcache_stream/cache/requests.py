@@ -156,10 +156,14 @@ class RequestClient:
             "was the server stopped or restarted?"
         )
 
-    def _fail_waiting(self) -> None:
+    def give_up(self, operations: Sequence[Operation[Any]]) -> None:
+        """Let what waits for the reply of one of ``operations`` fail, where none can come."""
         for operation, reply in self._waiting.values():
-            if not reply.done():
+            if operation in operations and not reply.done():
                 reply.set_exception(self._broken(operation))
+
+    def _fail_waiting(self) -> None:
+        self.give_up([operation for operation, _ in self._waiting.values()])
 
     async def _receive(self, socket: zmq.asyncio.Socket) -> None:
         while True:

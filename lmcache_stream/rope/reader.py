@@ -70,9 +70,7 @@ def head_size_of(config: Mapping[str, Any]) -> int:
     return hidden // heads
 
 
-def read_rope(
-    config: Mapping[str, Any], *, max_model_len: int | None, pairing: Pairing | None
-) -> FoundRope:
+def read_rope(config: Mapping[str, Any], *, max_model_len: int | None, pairing: Pairing | None) -> FoundRope:
     """Read head size, frequencies and pairing; see ``RopeConfig.from_model_config``."""
     config = text_config_of(config)
     model_type = config.get("model_type")
@@ -96,9 +94,7 @@ def read_rope(
         raise GeometryError(
             f"RoPE: the config of {model_type} has no rope_theta, which is never guessed: add it"
         )
-    read = RopeParameters(
-        theta=theta, rotary_dim=rotary_dim, values=parameters, max_model_len=max_model_len
-    )
+    read = RopeParameters(theta=theta, rotary_dim=rotary_dim, values=parameters, max_model_len=max_model_len)
     return FoundRope(head_size, ROPE_TYPES[rope_type](read), family.pairing, rope_type)
 
 
@@ -147,9 +143,7 @@ def _refuse_other_positions(config: Mapping[str, Any], parameters: Mapping[str, 
     if nested or config.get("rope_local_base_freq") is not None:
         raise GeometryError("RoPE: layer types with RoPE parameters of their own: refused for now")
     if "mrope_section" in parameters or _rope_type_name(parameters) == "mrope":
-        raise GeometryError(
-            "RoPE: with M-RoPE a token's position is not its index in the sequence: refused"
-        )
+        raise GeometryError("RoPE: with M-RoPE a token's position is not its index in the sequence: refused")
     unknown = sorted(set(parameters) - _KNOWN_PARAMETERS)
     if unknown:
         raise GeometryError(f"RoPE: unknown rope parameters {', '.join(unknown)}: refused")
@@ -187,9 +181,7 @@ def _rotary_dim(
     given = config.get("rotary_dim")
     if given is not None:
         if share is not None and given != rotary_dim:
-            raise GeometryError(
-                f"RoPE: rotary_dim {given} contradicts partial_rotary_factor {share}"
-            )
+            raise GeometryError(f"RoPE: rotary_dim {given} contradicts partial_rotary_factor {share}")
         rotary_dim = _positive_int(given, "rotary_dim")
     if family.partial == "required" and share is None and given is None:
         raise GeometryError(

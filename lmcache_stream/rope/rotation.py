@@ -90,13 +90,9 @@ def _check(keys: Tensor, deltas: Tensor, rope: RopeConfig, select: Tensor | None
     if select is not None and bool(((select < 0) | (select >= tokens)).any()):
         raise InvalidRequestError(f"select reaches outside of the {tokens} tokens")
     if len(deltas) != (tokens if select is None else len(select)):
-        raise InvalidRequestError(
-            f"{len(deltas)} positions do not fit keys of shape {tuple(keys.shape)}"
-        )
+        raise InvalidRequestError(f"{len(deltas)} positions do not fit keys of shape {tuple(keys.shape)}")
     if keys.shape[-1] % rope.head_size:
-        raise GeometryError(
-            f"keys of {keys.shape[-1]} elements do not divide into heads of {rope.head_size}"
-        )
+        raise GeometryError(f"keys of {keys.shape[-1]} elements do not divide into heads of {rope.head_size}")
 
 
 def _planes(tensor: Tensor) -> Iterator[Tensor]:

@@ -8,19 +8,19 @@ import warnings
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeAlias
 
 from ..completions import CompletionTimeouts, FinishEvent, PostCompletion, TokenEvent
 from ..completions import VLLMCompletions as AsyncVLLMCompletions
 from ..errors import InvalidRequestError
 from ._portal import Portal
 
-Event = TokenEvent | FinishEvent
-SyncPostCompletion = Callable[[Sequence[int], Mapping[str, Any], str], Iterable[Event]]
+Event: TypeAlias = TokenEvent | FinishEvent
+SyncPostCompletion: TypeAlias = Callable[[Sequence[int], Mapping[str, Any], str], Iterable[Event]]
 
 
 class VLLMCompletions:
-    """``lmcache_stream.VLLMCompletions`` without ``await``: an engine for streams, or to iterate by itself."""
+    """``lmcache_stream.VLLMCompletions`` without ``await``: an engine for streams, or to iterate."""
 
     def __init__(
         self,
@@ -32,9 +32,7 @@ class VLLMCompletions:
         timeouts: CompletionTimeouts = CompletionTimeouts(),  # noqa: B008 - frozen
     ) -> None:
         async def make() -> AsyncVLLMCompletions:
-            return AsyncVLLMCompletions(
-                base_url, model, api_key=api_key, headers=headers, timeouts=timeouts
-            )
+            return AsyncVLLMCompletions(base_url, model, api_key=api_key, headers=headers, timeouts=timeouts)
 
         self._portal = Portal(f"the connection to {base_url}")
         try:
@@ -49,7 +47,10 @@ class VLLMCompletions:
         return self._inner
 
     def __call__(
-        self, prompt_token_ids: Sequence[int], sampling_params: Mapping[str, Any], cache_salt: str = ""
+        self,
+        prompt_token_ids: Sequence[int],
+        sampling_params: Mapping[str, Any],
+        cache_salt: str = "",
     ) -> Iterator[Event]:
         """Yield the events of one pass; closing the iterator aborts it in the engine."""
         events: Any = self._inner(prompt_token_ids, sampling_params, cache_salt)
@@ -106,9 +107,7 @@ def as_async(post_completion: Any) -> PostCompletion:
     return run
 
 
-async def _iterate_in_thread(
-    post_completion: SyncPostCompletion, *arguments: Any
-) -> AsyncIterator[Event]:
+async def _iterate_in_thread(post_completion: SyncPostCompletion, *arguments: Any) -> AsyncIterator[Event]:
     """Iterate and close an ordinary generator in one thread, which is where its connections live."""
     loop = asyncio.get_running_loop()
     thread = ThreadPoolExecutor(1, "lmcache-stream post_completion")

@@ -18,7 +18,7 @@ from ._portal import Portal
 
 
 class LMCacheContext:
-    """``AsyncLMCacheContext`` without ``await``; made by ``sync.connect``, closed by ``with`` or ``close``."""
+    """``AsyncLMCacheContext`` without ``await``; made by ``sync.connect``."""
 
     def __init__(self, portal: Portal, context: AsyncLMCacheContext) -> None:
         self._portal = portal
@@ -47,9 +47,7 @@ class LMCacheContext:
         """See ``AsyncLMCacheContext.retrieve``."""
         return self._portal.call(self._context.retrieve, tokens, cache_salt)
 
-    def store(
-        self, kv: torch.Tensor, tokens: Sequence[int], cache_salt: str = ""
-    ) -> StoreResult:
+    def store(self, kv: torch.Tensor, tokens: Sequence[int], cache_salt: str = "") -> StoreResult:
         """See ``AsyncLMCacheContext.store``."""
         return self._portal.call(self._context.store, kv, tokens, cache_salt)
 

@@ -34,7 +34,5 @@ async def server(request: pytest.FixtureRequest) -> AsyncIterator[FakeLMCache]:
 
 @pytest.fixture
 async def context(server: FakeLMCache) -> AsyncIterator[lms.AsyncLMCacheContext]:
-    async with lms.connect(
-        server.url, server.http_url, "model", geometry=GEOMETRY, timeouts=FAST
-    ) as opened:
+    async with lms.connect(server.url, server.http_url, "model", geometry=GEOMETRY, timeouts=FAST) as opened:
         yield opened

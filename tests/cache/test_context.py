@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
 from typing import Any
 
 import anyio
@@ -102,9 +103,7 @@ async def test_equal_retrieves_at_once_are_serialised(context: Context, server: 
     assert server.locked == (0, 0)
 
 
-async def test_chunks_that_vanish_after_the_lookup_are_a_miss(
-    context: Context, server: FakeLMCache
-) -> None:
+async def test_chunks_that_vanish_after_the_lookup_are_a_miss(context: Context, server: FakeLMCache) -> None:
     await context.store(random_kv(12), TOKENS)
     server.delays = {"prepare_retrieve": 0.05}
     retrieve = asyncio.create_task(context.retrieve(TOKENS))
@@ -139,7 +138,9 @@ async def test_a_pending_prefetch_is_released_once_when_its_result_comes(
 
 
 async def walk_cancels(
-    server: FakeLMCache, operation: Callable[[], Awaitable[Any]], check: Callable[[], Awaitable[None]]
+    server: FakeLMCache,
+    operation: Callable[[], Awaitable[Any]],
+    check: Callable[[], Awaitable[None]],
 ) -> int:
     """Cancel ``operation`` after 0, 1, 2, ... turns of the loop until it comes through."""
     for turns in range(2000):
@@ -159,9 +160,7 @@ async def walk_cancels(
     raise AssertionError("the operation never came through")
 
 
-async def test_a_cancel_anywhere_in_a_retrieve_leaves_no_lock(
-    context: Context, server: FakeLMCache
-) -> None:
+async def test_a_cancel_anywhere_in_a_retrieve_leaves_no_lock(context: Context, server: FakeLMCache) -> None:
     await context.store(random_kv(12), TOKENS)
 
     async def check() -> None:
@@ -191,9 +190,7 @@ async def test_a_cancel_anywhere_in_a_store_publishes_all_or_nothing(
 
 async def test_closing_waits_for_a_store_that_was_left(server: FakeLMCache) -> None:
     kv = random_kv(12)
-    connection = lms.connect(
-        server.url, server.http_url, "model", geometry=GEOMETRY, timeouts=FAST
-    )
+    connection = lms.connect(server.url, server.http_url, "model", geometry=GEOMETRY, timeouts=FAST)
     async with connection as context:
         server.delays = {"prepare_store": 2.3}
         with pytest.raises(lms.CacheTimeoutError):
@@ -202,9 +199,7 @@ async def test_closing_waits_for_a_store_that_was_left(server: FakeLMCache) -> N
     assert server.registered == {}
 
 
-async def test_a_silent_operation_is_explained_by_the_status(
-    context: Context, server: FakeLMCache
-) -> None:
+async def test_a_silent_operation_is_explained_by_the_status(context: Context, server: FakeLMCache) -> None:
     server.registered.clear()
     with pytest.raises(lms.CacheTimeoutError, match="no longer knows this client"):
         await context.store(random_kv(12), TOKENS)
@@ -216,14 +211,12 @@ async def test_after_idleness_the_registration_is_renewed(
 ) -> None:
     server.registered.clear()
     later = time.monotonic() + 31
-    monkeypatch.setattr("lmcache_stream.cache.peer.time.monotonic", lambda: later)
+    monkeypatch.setattr("lmcache_stream.cache.peer.time", SimpleNamespace(monotonic=lambda: later))
     assert await context.store(random_kv(12), TOKENS)
     assert "ping" not in server.calls
 
 
-async def test_a_restarted_server_is_registered_with_again(
-    context: Context, server: FakeLMCache
-) -> None:
+async def test_a_restarted_server_is_registered_with_again(context: Context, server: FakeLMCache) -> None:
     kv = random_kv(12)
     await context.store(kv, TOKENS)
     await server.stop()
@@ -237,16 +230,14 @@ async def test_a_restarted_server_is_registered_with_again(
     assert torch.equal(found, kv)
 
 
-async def test_a_server_that_goes_away_is_an_error_at_once(
-    context: Context, server: FakeLMCache
-) -> None:
+async def test_a_server_that_goes_away_is_an_error_at_once(context: Context, server: FakeLMCache) -> None:
     server.silent = {"lookup"}
     lookup = asyncio.create_task(context.lookup(TOKENS))
     await asyncio.sleep(0.05)
     await server.stop()
     with anyio.fail_after(0.9), pytest.raises(lms.CacheConnectError, match="broke during lookup"):
         await lookup
-    with pytest.raises(lms.CacheConnectError, match="no LMCache server at"):
+    with pytest.raises(lms.CacheConnectError, match=r"no LMCache server at|no server is connected"):
         await context.retrieve(TOKENS)
 
 
@@ -275,9 +266,7 @@ async def test_bad_input_is_refused_before_anything_is_sent(
 
 
 async def test_a_closed_context_says_so(server: FakeLMCache) -> None:
-    context = await lms.connect(
-        server.url, server.http_url, "model", geometry=GEOMETRY, timeouts=FAST
-    )
+    context = await lms.connect(server.url, server.http_url, "model", geometry=GEOMETRY, timeouts=FAST)
     assert len(server.registered) == 1
     await context.aclose()
     await context.aclose()
@@ -287,9 +276,7 @@ async def test_a_closed_context_says_so(server: FakeLMCache) -> None:
 
 
 async def test_a_forgotten_context_warns(server: FakeLMCache) -> None:
-    context = await lms.connect(
-        server.url, server.http_url, "model", geometry=GEOMETRY, timeouts=FAST
-    )
+    context = await lms.connect(server.url, server.http_url, "model", geometry=GEOMETRY, timeouts=FAST)
     with pytest.warns(ResourceWarning, match="was not closed"):
         context.__del__()
     await context.aclose()

@@ -63,7 +63,7 @@ class LayoutCodec(ABC):
         self._decode(chunk, out, geometry)
 
     def encode(self, kv: Tensor, chunk: Tensor, geometry: KVGeometry) -> None:
-        """Copy ``kv`` into ``chunk``: the reverse of ``decode``, with the same arguments and errors."""
+        """Copy ``kv`` into ``chunk``: ``decode`` reversed, with its arguments and errors."""
         self._refuse_misfit(chunk, kv, geometry)
         self._encode(kv, chunk, geometry)
 
@@ -82,8 +82,8 @@ class LayoutCodec(ABC):
             )
         if (chunk.dtype, kv.dtype) != (geometry.dtype, geometry.dtype):
             raise LayoutError(
-                f"layout {self.name}: chunk of {chunk.dtype} and KV of {kv.dtype}, but the geometry "
-                f"says {geometry.dtype}"
+                f"layout {self.name}: chunk of {chunk.dtype} and KV of {kv.dtype}, but the "
+                f"geometry says {geometry.dtype}"
             )
 
     @abstractmethod

@@ -21,7 +21,7 @@ __all__ = ["CPUBlocks"]
 
 
 class CPUBlocks(LayoutCodec):
-    """A layer at a time through one small buffer, as no strides of a chunk describe the interior."""
+    """A layer at a time through a small buffer, as no strides of a chunk describe the interior."""
 
     single_plane: ClassVar[bool] = True
 
