@@ -20,6 +20,27 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 
+async def to_the_end(work: Coroutine[Any, Any, T]) -> T:
+    """Run ``work``, which closes something, and let no cancellation cut it short.
+
+    A cancellation that comes meanwhile goes on when the work is through.
+    """
+    cancelled: asyncio.CancelledError | None = None
+    with anyio.CancelScope(shield=True):
+        task = asyncio.ensure_future(work)
+        while not task.done():
+            try:
+                await asyncio.wait({task})
+            except asyncio.CancelledError as error:
+                cancelled = error
+    if cancelled is None:
+        return task.result()
+    if not task.cancelled():
+        # Marks it as seen: the cancellation goes first.
+        task.exception()
+    raise cancelled
+
+
 class Background:
     """A task group that is open from ``start`` to ``aclose``, whichever tasks call these.
 
@@ -63,14 +84,14 @@ class Background:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         # A task that is cancelled before its first step never reaches its own clean-up.
-        task.add_done_callback(lambda _: outcome.done() or outcome.cancel())
+        task.add_done_callback(lambda _: self._abandon(work, outcome))
         return outcome
 
     async def _guard(self, work: Coroutine[Any, Any, T], outcome: asyncio.Future[T]) -> None:
         try:
             result = await work
         except asyncio.CancelledError:
-            outcome.cancel()
+            # `_abandon` tells who waits.
             raise
         except BaseException as error:
             if outcome.cancelled():
@@ -82,6 +103,13 @@ class Background:
         else:
             if not outcome.cancelled():
                 outcome.set_result(result)
+
+    def _abandon(self, work: Coroutine[Any, Any, T], outcome: asyncio.Future[T]) -> None:
+        work.close()
+        # Not a cancellation: who waits was not cancelled, and a task group would swallow it.
+        if not outcome.done():
+            outcome.set_exception(ClosedError(f"{self._name} was closed before this came to its end"))
+            outcome.exception()
 
     async def finish(
         self, work: Coroutine[Any, Any, T], *, deadline: float | None = None, grace: float = 2.0
@@ -106,9 +134,11 @@ class Background:
         """Wait ``grace`` seconds for what runs, cancel the rest and return how many that were."""
         if self._host is None:
             return 0
+        end = anyio.current_time() + grace
         with anyio.CancelScope(shield=True):
-            if self._tasks and grace > 0:
-                await asyncio.wait(self._tasks, timeout=grace)
+            # What runs may begin more.
+            while self._tasks and (left_over := end - anyio.current_time()) > 0:
+                await asyncio.wait(self._tasks, timeout=left_over)
             left = list(self._tasks)
             for task in left:
                 task.cancel()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
 from urllib.parse import urlsplit
 
 from .errors import InvalidRequestError
 
+# LMCache and vLLM keep ids as 32-bit integers.
+_TOKEN_LIMIT = 2**31
 _SALT_LIMIT = 128
 _SALT_REFUSED = frozenset("@/\\\0")
 
@@ -16,18 +18,24 @@ def checked_token_ids(token_ids: Sequence[int], what: str = "prompt_token_ids") 
     """Return ``token_ids`` as a list of plain ints; arrays, tensors and numpy ints are welcome.
 
     Raises:
-        InvalidRequestError: text, something that is not an integer, or a negative id.
+        InvalidRequestError: text, a set, something that is not an integer (a bool is none), or an id
+            that is negative or too large.
     """
-    if isinstance(token_ids, str | bytes):
+    if isinstance(token_ids, str | bytes | bytearray):
         raise InvalidRequestError(f"{what} must be token ids, not text: run the tokenizer first")
     tolist = getattr(token_ids, "tolist", None)
     try:
-        ids = [operator.index(token) for token in (tolist() if tolist else token_ids)]
+        if isinstance(token_ids, Set | Mapping):
+            raise TypeError(f"a {type(token_ids).__name__} is no sequence")
+        given = list(tolist() if tolist else token_ids)
+        if bool in set(map(type, given)):
+            raise TypeError("a bool is no token id: is this a mask?")
+        ids = list(map(operator.index, given))
     except TypeError as error:
         raise InvalidRequestError(f"{what} must be a flat sequence of integers: {error}") from error
     for position, token in enumerate(ids):
-        if token < 0:
-            raise InvalidRequestError(f"{what}[{position}] is {token}: token ids are not negative")
+        if not 0 <= token < _TOKEN_LIMIT:
+            raise InvalidRequestError(f"{what}[{position}] is {token}: no token id is negative or so large")
     return ids
 
 
@@ -46,6 +54,8 @@ def checked_salt(cache_salt: str) -> str:
     refused = sorted(_SALT_REFUSED.intersection(cache_salt))
     if refused:
         raise InvalidRequestError(f"cache_salt holds {refused}: '@', '/', '\\' and NUL are refused")
+    if any("\ud800" <= character <= "\udfff" for character in cache_salt):
+        raise InvalidRequestError("cache_salt holds a lone surrogate, which UTF-8 cannot carry")
     return cache_salt
 
 
@@ -53,14 +63,20 @@ def checked_url(url: str, schemes: Sequence[str], what: str) -> str:
     """Return ``url`` without a trailing slash.
 
     Raises:
-        InvalidRequestError: no scheme, one that does not fit, or no host.
+        InvalidRequestError: no scheme, one that does not fit, or no host; with ``tcp``, no port.
     """
+    wanted = " or ".join(f"{scheme}://HOST:PORT" for scheme in schemes)
+    reason = ""
     try:
-        parts = urlsplit(url)
-        host, _ = parts.hostname, parts.port
+        parts = urlsplit(url if isinstance(url, str) else "")
+        fits = parts.scheme in schemes and bool(parts.hostname)
+        if parts.scheme == "tcp":
+            fits = fits and bool(parts.port) and parts.path in ("", "/")
+        elif fits:
+            # Raises ValueError where it is none.
+            _ = parts.port
     except ValueError as error:
-        raise InvalidRequestError(f"{what}={url!r} is not a URL: {error}") from error
-    if parts.scheme not in schemes or not host:
-        wanted = " or ".join(f"{scheme}://HOST:PORT" for scheme in schemes)
-        raise InvalidRequestError(f"{what}={url!r} does not have the form {wanted}")
+        fits, reason = False, f": {error}"
+    if not fits:
+        raise InvalidRequestError(f"{what}={url!r} does not have the form {wanted}{reason}")
     return url.rstrip("/")

@@ -61,7 +61,7 @@ class connect:  # noqa: N801 - read as a function: `await connect(...)`, `async 
         rope: RopeConfig | None = None,
         timeouts: Timeouts = Timeouts(),  # noqa: B008 - frozen
     ) -> None:
-        self._url = checked_url(url, ("tcp", "ipc"), "url")
+        self._url = checked_url(url, ("tcp",), "url")
         self._http_url = checked_url(http_url, ("http", "https"), "http_url")
         if not isinstance(model_name, str) or not model_name:
             raise InvalidRequestError("model_name must name the model as LMCache knows it")

@@ -12,9 +12,11 @@ from .config import RopeConfig
 
 __all__ = ["rotate_keys"]
 
-# Elements worked on at a time. Two float32 buffers of this size stay in a core's L2 cache, and one
-# torch operation on it still takes longer than its own overhead.
-_BLOCK = 1 << 18
+# Elements worked on at a time: few enough for a core's L2 cache, and below torch's grain size of
+# 32,768, from which on each of the many operations would be split among OpenMP threads. Waiting for
+# those at every step costs seconds where other processes want the cores as well (an engine on the
+# same CPU): 7 s instead of 0.3 s were seen. Edits in several worker threads do share the cores.
+_BLOCK = 32767
 _KEY_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 Positions = Tensor | Sequence[int]
@@ -59,13 +61,14 @@ def rotate_keys(
         out = torch.empty(shape, dtype=keys.dtype, device=keys.device)
     elif out.shape != shape or out.dtype != keys.dtype:
         raise InvalidRequestError(f"out must be {keys.dtype} of shape {shape}")
-    planes = list(zip(_planes(keys), _planes(out), strict=True))
-    worker = _Worker(rope, keys)
-    for start in range(0, len(deltas), worker.block_rows):
-        rows = slice(start, min(start + worker.block_rows, len(deltas)))
-        worker.aim(deltas[rows])
+    planes = list(zip(_planes(keys, rope), _planes(out, rope), strict=True))
+    rows = max(1, _BLOCK // keys.shape[-1])
+    for start in range(0, len(deltas), rows):
+        stop = min(start + rows, len(deltas))
+        block = _Block(rope, deltas[start:stop], keys)
+        chosen = slice(start, stop) if select is None else _narrowed(select[start:stop])
         for source, target in planes:
-            worker.rotate(source, target, rows, select)
+            block.rotate(source[chosen], target[start:stop])
     return out
 
 
@@ -95,91 +98,72 @@ def _check(keys: Tensor, deltas: Tensor, rope: RopeConfig, select: Tensor | None
         raise GeometryError(f"keys of {keys.shape[-1]} elements do not divide into heads of {rope.head_size}")
 
 
-def _planes(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield ``tensor`` as views ``[L, T, D]``; strides may not allow a single one."""
+def _planes(tensor: Tensor, rope: RopeConfig) -> Iterator[Tensor]:
+    """Yield ``[..., T, D]`` as views ``[T, heads, head_size]``; one view may not do for any strides."""
     if tensor.dim() == 2:
-        yield tensor.unsqueeze(0)
-    elif tensor.dim() == 3:
-        yield tensor
+        yield tensor.view(len(tensor), -1, rope.head_size)
     else:
         for part in tensor.unbind(0):
-            yield from _planes(part)
+            yield from _planes(part, rope)
 
 
-class _Worker:
-    """The rotation of one block of rows at a time, with its buffers."""
+def _narrowed(rows: Tensor) -> Tensor | slice:
+    """Return rows that follow each other as a slice, which needs no copy to read."""
+    first, last = int(rows[0]), int(rows[-1])
+    if last - first + 1 == len(rows) and bool((rows.diff() == 1).all()):
+        return slice(first, last + 1)
+    return rows
 
-    def __init__(self, rope: RopeConfig, keys: Tensor) -> None:
-        self._rope = rope
-        self._dtype = torch.promote_types(keys.dtype, torch.float32)
-        self._inv_freq = torch.tensor(rope.inv_freq, dtype=torch.float64, device=keys.device)
-        self._width = keys.shape[-1]
-        self.block_rows = max(1, _BLOCK // self._width)
-        size = self.block_rows * self._width
-        self._loaded = torch.empty(size, dtype=self._dtype, device=keys.device)
-        self._turned = torch.empty(size, dtype=self._dtype, device=keys.device)
 
-    def aim(self, deltas: Tensor) -> None:
-        """Set by how much each row of the next block is to be moved."""
-        self._still = (deltas == 0).nonzero().squeeze(1)
+class _Block:
+    """The rotation of a few rows, the same in every layer, with its buffers."""
+
+    def __init__(self, rope: RopeConfig, deltas: Tensor, keys: Tensor) -> None:
+        dtype = torch.promote_types(keys.dtype, torch.float32)
+        like = {"dtype": dtype, "device": keys.device}
+        self._is_half = rope.pairing == "half"
+        self._dim = rope.rotary_dim
+        self._is_partial = rope.rotary_dim < rope.head_size
+        self._still = (deltas == 0).nonzero().squeeze(1).to(keys.device)
         # Behind a dropped range all rows move by the same: one row of cos and sin does for them.
         distinct = deltas[:1] if bool((deltas == deltas[0]).all()) else deltas
-        angles = distinct.to(self._inv_freq).unsqueeze(1) * self._inv_freq
-        cos, sin = angles.cos().to(self._dtype), angles.sin().to(self._dtype)
-        if self._rope.pairing == "half":
-            self._cos, self._sin = torch.cat((cos, cos), dim=-1).unsqueeze(1), sin.unsqueeze(1)
+        inv_freq = torch.tensor(rope.inv_freq, dtype=torch.float64, device=keys.device)
+        angles = (distinct.to(inv_freq).unsqueeze(1) * inv_freq).unsqueeze(1)
+        cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+        shape = (len(deltas), keys.shape[-1] // rope.head_size, self._dim)
+        self._loaded = torch.empty(shape, **like)
+        if self._is_half:
+            self._cos, self._sin = torch.cat((cos, cos), dim=-1), sin
+            self._turned = torch.empty(shape, **like)
+            self._halves = (*self._loaded.chunk(2, dim=-1), *self._turned.chunk(2, dim=-1))
         else:
-            self._spin = torch.complex(cos, sin).unsqueeze(1)
+            self._spin = torch.complex(cos, sin)
+            self._pairs = torch.view_as_complex(self._loaded.view(*shape[:2], -1, 2))
 
-    def rotate(self, keys: Tensor, out: Tensor, rows: slice, select: Tensor | None) -> None:
-        """Fill ``out[:, rows]``, of ``[L, n, D]``, as many layers at a time as fit the buffers."""
-        count = rows.stop - rows.start
-        layers = max(1, len(self._loaded) // (count * self._width))
-        for first in range(0, len(keys), layers):
-            source, target = keys[first : first + layers], out[first : first + layers, rows]
-            self._block(_take(source, rows, select), target)
-
-    def _block(self, source: Tensor, target: Tensor) -> None:
-        if len(self._still) == source.shape[1]:
-            _copy(source, target)
+    def rotate(self, old: Tensor, new: Tensor) -> None:
+        """Fill ``new``, ``[n, heads, head_size]``, from ``old``, which may be the same memory."""
+        if len(self._still) == len(old):
+            _copy(old, new)
             return
-        # Taken first: target may be source.
-        still = source[:, self._still] if len(self._still) else None
-        heads = (*source.shape[:2], -1, self._rope.head_size)
-        old, new = source.view(heads), target.view(heads)
-        dim = self._rope.rotary_dim
-        if dim < self._rope.head_size:
-            _copy(old[..., dim:], new[..., dim:])
-        old, new = old[..., :dim], new[..., :dim]
-        loaded = self._loaded[: old.numel()].view(old.shape)
-        loaded.copy_(old)
-        new.copy_(self._turn(loaded))
+        # Taken first, as new may be old.
+        still = old[self._still] if len(self._still) else None
+        if self._is_partial:
+            _copy(old[..., self._dim :], new[..., self._dim :])
+        self._loaded.copy_(old[..., : self._dim] if self._is_partial else old)
+        turned = self._turn()
+        (new[..., : self._dim] if self._is_partial else new).copy_(turned)
         if still is not None:
-            target[:, self._still] = still
+            new[self._still] = still
 
-    def _turn(self, loaded: Tensor) -> Tensor:
-        """Return ``[L, n, heads, rotary_dim]`` rotated, in a buffer."""
-        if self._rope.pairing == "interleaved":
-            pairs = torch.view_as_complex(loaded.view(*loaded.shape[:-1], -1, 2))
-            pairs.mul_(self._spin)
-            return loaded
-        half = loaded.shape[-1] // 2
-        turned = self._turned[: loaded.numel()].view(loaded.shape)
-        torch.mul(loaded, self._cos, out=turned)
-        turned[..., :half].addcmul_(loaded[..., half:], self._sin, value=-1)
-        turned[..., half:].addcmul_(loaded[..., :half], self._sin)
-        return turned
-
-
-def _take(keys: Tensor, rows: slice, select: Tensor | None) -> Tensor:
-    """Return the wanted rows of ``[L, T, D]``: a view where they follow each other."""
-    if select is None:
-        return keys[:, rows]
-    wanted = select[rows]
-    first, last = int(wanted[0]), int(wanted[-1])
-    if last - first + 1 == len(wanted) and bool((wanted.diff() == 1).all()):
-        return keys[:, first : last + 1]
-    return keys.index_select(1, wanted)
+    def _turn(self) -> Tensor:
+        if not self._is_half:
+            self._pairs.mul_(self._spin)
+            return self._loaded
+        first, second, new_first, new_second = self._halves
+        torch.mul(self._loaded, self._cos, out=self._turned)
+        new_first.addcmul_(second, self._sin, value=-1)
+        new_second.addcmul_(first, self._sin)
+        return self._turned
 
 
 def _copy(source: Tensor, target: Tensor) -> None:

@@ -60,7 +60,6 @@ def compare(isa, layout, dtype, block_size, head_size):
         "decoded": decoded,
         "encoded": same(again, chunk),
         "chosen": _get_attn_isa(dtype, block_size, head_size),
-        "layout": layout,
     }
 
 
@@ -93,3 +92,5 @@ def test_codecs_equal_the_engines_kernel() -> None:
     assert len(results) >= 21
     assert [r["case"] for r in results if not r["decoded"]] == []
     assert [r["case"] for r in results if not r["encoded"]] == []
+    # Another kernel that vLLM would choose on this machine might have a layout of its own.
+    assert {r["chosen"] for r in results} <= {"amx", "vec", "vec16"}

@@ -1,0 +1,106 @@
+"""The main job on real servers, against a transformers reference of the same edited cache."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import lmcache_stream as lms
+from lmcache_stream import sync
+
+from . import reference
+from .conftest import STACKS, RealStack, long_prompt, until_unlocked
+
+pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
+
+Run = tuple[torch.Tensor, list[int]]
+
+GREEDY = {"max_tokens": 40, "temperature": 0}
+
+
+def kept_of(length: int) -> list[int]:
+    """The first quarter and the last third: what is dropped is the middle."""
+    return [*range(length // 4), *range(2 * length // 3, length)]
+
+
+async def run_async(stack: RealStack, prompt: list[int]) -> Run:
+    async with (
+        lms.connect(stack.cache.url, stack.cache.http_url, stack.model_name) as context,
+        lms.VLLMCompletions(stack.engine.url, stack.engine.model) as engine,
+    ):
+        stream = lms.create_request(context, engine, prompt)
+        await stream.generate({"max_tokens": 1})
+        kv = await stream.retrieve_kv()
+        await stream.modify_kv(lms.keep(kept_of(kv.shape[2])))
+        async with stream.open_generation(GREEDY) as generation:
+            ids = [event.token_id async for event in generation]
+        assert stream.output_tokens()[1:] == ids
+        check(stream, generation.metrics)
+        return kv, stream.output_tokens()
+
+
+def run_sync(stack: RealStack, prompt: list[int]) -> Run:
+    with (
+        sync.connect(stack.cache.url, stack.cache.http_url, stack.model_name) as context,
+        sync.VLLMCompletions(stack.engine.url, stack.engine.model) as engine,
+    ):
+        stream = sync.create_request(context, engine, prompt)
+        stream.generate({"max_tokens": 1})
+        kv = stream.retrieve_kv()
+        stream.modify_kv(sync.keep(kept_of(kv.shape[2])))
+        with stream.open_generation(GREEDY) as generation:
+            ids = [event.token_id for event in generation]
+        assert stream.output_tokens()[1:] == ids
+        check(stream, generation.metrics)
+        return kv, stream.output_tokens()
+
+
+def check(stream: lms.AsyncLMCacheStream | lms.LMCacheStream, metrics: lms.StreamPerfMetrics) -> None:
+    report = stream.edits[-1]
+    stored = report.tokens_after - report.recomputed_tokens
+    assert metrics.cached_tokens is not None
+    assert metrics.cached_tokens >= stored
+    assert metrics.input_tokens == len(stream.tokens) - metrics.output_tokens
+
+
+def with_asyncio(stack: RealStack, prompt: list[int]) -> Run:
+    return asyncio.run(run_async(stack, prompt))
+
+
+@pytest.mark.parametrize("stack", STACKS, indirect=True)
+@pytest.mark.parametrize("run", [with_asyncio, run_sync], ids=["async", "sync"])
+def test_the_decoded_tokens_are_those_of_the_reference(
+    stack: RealStack, run: Callable[[RealStack, list[int]], Run]
+) -> None:
+    prompt = long_prompt()
+    kv, ids = run(stack, prompt)
+    assert kv.dtype == stack.dtype
+    whole = kv.shape[2]
+    kept = kept_of(whole)
+    chunked = len(kept) // 32 * 32
+    edited = reference.dropped(kv, kept, stack.dtype)[:, :, :chunked]
+    # The token that the prefill decoded belongs to the sequence.
+    first, *answer = ids
+    rest = [*(prompt[index] for index in kept[chunked:]), *prompt[whole:], first]
+    wanted = reference.decoded(edited, rest, 40, stack.dtype)
+    same = sum(one == other for one, other in zip(answer, wanted, strict=True))
+    assert same == 40, f"{same} of 40 tokens are equal"
+    asyncio.run(until_unlocked(stack.cache))
+
+
+@pytest.mark.parametrize("stack", STACKS, indirect=True)
+def test_the_retrieved_kv_is_that_of_transformers(stack: RealStack) -> None:
+    prompt = long_prompt(3000)
+    kv, _ = with_asyncio(stack, prompt)
+    own = reference.prefilled(prompt, stack.dtype)
+    layers = [0, kv.shape[1] - 1]
+    limit = 1e-3 if stack.dtype == torch.float32 else 0.02
+    for layer in layers:
+        for plane, theirs in enumerate(own[layer]):
+            wanted = theirs.transpose(0, 1).reshape(len(prompt), -1)[: kv.shape[2]].float()
+            found = kv[plane, layer].float()
+            error = ((found - wanted).norm() / wanted.norm()).item()
+            assert error < limit, f"layer {layer}, plane {plane}: relative error {error:.4f}"

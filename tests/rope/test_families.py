@@ -1,0 +1,92 @@
+"""The table of model types, against ``transformers``' whole models.
+
+Attention with rotary positions sees differences of positions only. So a model run at positions
+shifted by a constant has the same hidden states, and the cached keys of *every* layer differ by the
+rotation alone: a wrong pairing, a layer without RoPE or one with frequencies of its own would show.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from lmcache_stream.errors import GeometryError
+from lmcache_stream.rope import RopeConfig, rotate_keys
+from lmcache_stream.rope.families import FAMILIES
+
+TOKENS = 24
+SHIFT = 57
+SMALL = {
+    "vocab_size": 64, "hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 5,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}
+# Where the model type has them.
+OPTIONAL = {
+    "head_dim": 16, "num_experts": 4, "num_local_experts": 4,
+    "n_routed_experts": 4, "moe_num_experts": 4, "num_experts_per_tok": 2, "moe_k": 2,
+    "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16,
+    "shared_intermediate_size": 16,
+}
+SPECIAL = {"minimax_m2": {"rotary_dim": 8}, "mistral": {"sliding_window": None}}
+
+
+def tiny(model_type: str) -> tuple[Any, dict[str, Any]]:
+    """Return a random model of that type and its config as a dict."""
+    kind = CONFIG_MAPPING[model_type]
+    known = kind().to_dict()
+    optional = {key: value for key, value in OPTIONAL.items() if key in known}
+    config = kind(**SMALL, **optional, **SPECIAL.get(model_type, {}))
+    torch.manual_seed(0)
+    model = AutoModel.from_config(config).float().eval()
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.3)
+    return model, config.to_dict()
+
+
+def cached_keys(model: Any, shift: int) -> Tensor:
+    """Return ``[L, T, D]`` of the same tokens at positions from ``shift`` on."""
+    ids = torch.randint(3, 64, (1, TOKENS), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        positions = torch.arange(TOKENS)[None] + shift
+        cache = model(input_ids=ids, position_ids=positions, use_cache=True).past_key_values
+    return torch.stack([layer.keys[0].transpose(0, 1).flatten(1) for layer in cache.layers])
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_every_layer_rotates_as_the_table_says(model_type: str) -> None:
+    model, config = tiny(model_type)
+    rope = RopeConfig.from_model_config(config)
+    here, there = cached_keys(model, 0), cached_keys(model, SHIFT)
+    assert (rope.rotary_dim < rope.head_size) == (FAMILIES[model_type].partial == "required")
+
+    def errors(rope: RopeConfig) -> list[float]:
+        moved = rotate_keys(here, range(TOKENS), range(SHIFT, SHIFT + TOKENS), rope)
+        return ((moved - there).flatten(1).norm(dim=1) / there.flatten(1).norm(dim=1)).tolist()
+
+    assert max(errors(rope)) < 2e-4
+    # The test can fail: the other pairing is wrong in every layer.
+    other = "interleaved" if rope.pairing == "half" else "half"
+    wrong = RopeConfig.from_model_config(config, pairing=other)  # type: ignore[arg-type]
+    assert min(errors(wrong)) > 0.1
+
+
+@pytest.mark.parametrize("model_type", ["smollm3", "cohere2", "exaone4", "nanochat", "gpt2"])
+def test_refused_types_do_not_move_by_one_rotation(model_type: str) -> None:
+    model, config = tiny(model_type)
+    with pytest.raises(GeometryError):
+        RopeConfig.from_model_config(config)
+    here, there = cached_keys(model, 0), cached_keys(model, SHIFT)
+    for pairing in ("half", "interleaved"):
+        rope = RopeConfig.from_model_config(
+            {**SMALL, "head_dim": here.shape[2] // 2, "model_type": "any", "rope_theta": 1e4},
+            pairing=pairing,  # type: ignore[arg-type]
+        )
+        moved = rotate_keys(here, range(TOKENS), range(SHIFT, SHIFT + TOKENS), rope)
+        assert (moved - there).norm() / there.norm() > 0.1
