@@ -69,12 +69,10 @@ def checked_url(url: str, schemes: Sequence[str], what: str) -> str:
     reason = ""
     try:
         parts = urlsplit(url if isinstance(url, str) else "")
-        fits = parts.scheme in schemes and bool(parts.hostname)
+        host, port = parts.hostname, parts.port
+        fits = parts.scheme in schemes and bool(host)
         if parts.scheme == "tcp":
-            fits = fits and bool(parts.port) and parts.path in ("", "/")
-        elif fits:
-            # Raises ValueError where it is none.
-            _ = parts.port
+            fits = fits and bool(port) and parts.path in ("", "/")
     except ValueError as error:
         fits, reason = False, f": {error}"
     if not fits:

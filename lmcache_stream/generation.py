@@ -15,7 +15,13 @@ from ._state import StreamState
 from .cache.context import AsyncLMCacheContext
 from .cache.lookups import PrefixLease
 from .completions import FinishEvent, PostCompletion, TokenEvent
-from .errors import CacheLostError, ClosedError, EngineStreamError, InvalidRequestError
+from .errors import (
+    CacheLostError,
+    ClosedError,
+    EngineStreamError,
+    InvalidRequestError,
+    LMCacheStreamError,
+)
 from .metrics import StreamPerfMetrics
 
 __all__ = ["Generation"]
@@ -102,8 +108,12 @@ class Generation:
             event = await self._next_token()
             if event is None:
                 self._conclude()
-        except BaseException:
-            await self.aclose()
+        except BaseException as error:
+            try:
+                if isinstance(error, EngineStreamError):
+                    await self._blame_the_cache(error)
+            finally:
+                await self.aclose()
             raise
         if event is None:
             await self.aclose()
@@ -200,6 +210,28 @@ class Generation:
             state.done = len(self._ids) < (_DEFAULT_MAX_TOKENS if limit is None else limit)
         else:
             state.done = reason != "length"
+
+    async def _blame_the_cache(self, error: EngineStreamError) -> None:
+        """Raise CacheLostError where the engine failed because the edited KV went away under it.
+
+        vLLM calls a failed load of KV an internal server error.
+        """
+        if not self._edited:
+            return
+        context, state = self._context, self._state
+        try:
+            found = await context.lookup(self._prompt[: self._edited], state.cache_salt)
+        except LMCacheStreamError:
+            return
+        if found < self._edited:
+            if self._lease is not None:
+                # The locks went with the chunks; what is there now is somebody else's.
+                self._lease.chunks = 0
+            state.lost = (
+                f"the engine failed ({error}), and {found} of {self._edited} edited tokens are left in "
+                f"LMCache under the salt {state.cache_salt!r}"
+            )
+            raise CacheLostError(f"{state.lost}. Store the edit again with update_kv()") from error
 
     def _confirm_edited(self) -> None:
         state = self._state

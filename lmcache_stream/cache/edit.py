@@ -46,6 +46,6 @@ def drop_tokens(
         raise InvalidRequestError(f"kept must increase strictly within the {len(ids)} tokens")
     out = torch.empty((2, kv.shape[1], len(kept), kv.shape[3]), dtype=kv.dtype, device=kv.device)
     rotate_keys(kv[0], kept, torch.arange(len(kept)), rope, select=kept, out=out[0])
-    for source, target in zip(kv[1], out[1], strict=True):
-        torch.index_select(source, 0, kept, out=target)
+    # Values do not turn; rows that move by nothing are copied.
+    rotate_keys(kv[1], kept, kept, rope, select=kept, out=out[1])
     return out, [ids[index] for index in kept.tolist()]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar, cast
+from typing import Annotated, Any, Generic, TypeVar, cast
 
 import msgspec
 import torch
@@ -90,10 +90,12 @@ class Slot(msgspec.Struct, frozen=True):
         return dtype
 
     def check(self, pool_size: int) -> None:
-        """Raise CacheError unless the slot lies within the pool and holds its shape exactly."""
-        wanted = math.prod(self.shape) * self.torch_dtype.itemsize
+        """Raise CacheError unless the slot lies within the pool and has room for its shape."""
+        itemsize = self.torch_dtype.itemsize
+        wanted = math.prod(self.shape) * itemsize
         inside = self.offset >= 0 and self.offset + self.length <= pool_size
-        if not inside or min(self.shape, default=0) < 1 or self.length < wanted:
+        aligned = self.offset % itemsize == 0
+        if not (inside and aligned) or min(self.shape, default=0) < 1 or self.length < wanted:
             raise CacheError(
                 f"LMCache gave a slot at {self.offset} of {self.length} bytes for {self.dtype}"
                 f"{list(self.shape)} in a pool of {pool_size} bytes: refused"
@@ -150,7 +152,9 @@ class PrepareRetrieveReply(msgspec.Struct, frozen=True):
 
 
 LOOKUP: Operation[None] = Operation("lookup", 8, None)
-QUERY_PREFETCH_STATUS: Operation[int | None] = Operation("query_prefetch_status", 9, int | None)
+QUERY_PREFETCH_STATUS: Operation[int | None] = Operation(
+    "query_prefetch_status", 9, Annotated[int, msgspec.Meta(ge=0)] | None
+)
 FREE_LOOKUP_LOCKS: Operation[None] = Operation("free_lookup_locks", 12, None)
 END_SESSION: Operation[None] = Operation("end_session", 13, None)
 REGISTER: Operation[RegistrationReply] = Operation(
@@ -193,7 +197,7 @@ def decode_result(operation: Operation[T], frames: Sequence[Frame]) -> T:
         raise CacheError(f"LMCache answered {operation.name} without a result")
     try:
         return cast(T, msgspec.msgpack.decode(frames[2], type=operation.result))
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise CacheError(
             f"LMCache answered {operation.name} with what this version cannot read: {error}"
         ) from error

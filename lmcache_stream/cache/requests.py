@@ -55,7 +55,7 @@ class RequestClient:
     @property
     def is_up(self) -> bool:
         """Whether a server is connected just now."""
-        return self._up.is_set()
+        return self._socket is not None and self._up.is_set()
 
     async def start(self) -> None:
         """Open the socket; the connection itself is waited for by the first call."""
@@ -94,17 +94,16 @@ class RequestClient:
             CacheTimeoutError: silence, which is also how this server answers its own errors.
             ClosedError: the client is closed.
         """
-        socket = self._open_socket()
-        await self._wait_until_up(operation)
+        socket = await self._connected(operation)
         uid = next(self._uids)
         reply: asyncio.Future[Sequence[Frame]] = asyncio.get_running_loop().create_future()
         self._waiting[uid] = (operation, reply)
         try:
             with anyio.fail_after(deadline):
-                await socket.send_multipart(encode_request(uid, operation, payloads), copy=False)
+                await _send(socket, encode_request(uid, operation, payloads), reply)
                 frames = await reply
         except TimeoutError as error:
-            if not self._up.is_set():
+            if not self.is_up:
                 raise self._broken(operation) from error
             raise CacheTimeoutError(
                 f"LMCache at {self._url} did not answer {operation.name} within {deadline:g} s"
@@ -122,9 +121,8 @@ class RequestClient:
             raise ClosedError(f"the connection to LMCache at {self._url} is closed")
         return self._socket
 
-    async def _wait_until_up(self, operation: Operation[Any]) -> None:
-        if self._up.is_set():
-            return
+    async def _connected(self, operation: Operation[Any]) -> zmq.asyncio.Socket:
+        self._open_socket()
         try:
             with anyio.fail_after(self._connect_timeout):
                 await self._up.wait()
@@ -134,6 +132,7 @@ class RequestClient:
                 f"{self._connect_timeout:g} s{self._refusal}. Is `lmcache server` running, and is "
                 "this the port of its --port option?"
             ) from error
+        return self._open_socket()
 
     async def _watch(self, monitor: zmq.asyncio.Socket) -> None:
         while True:
@@ -159,8 +158,8 @@ class RequestClient:
     def give_up(self, operations: Sequence[Operation[Any]]) -> None:
         """Let what waits for the reply of one of ``operations`` fail, where none can come."""
         for operation, reply in self._waiting.values():
-            if operation in operations and not reply.done():
-                reply.set_exception(self._broken(operation))
+            if operation in operations:
+                _fail(reply, self._broken(operation))
 
     def _fail_waiting(self) -> None:
         self.give_up([operation for operation, _ in self._waiting.values()])
@@ -181,10 +180,10 @@ class RequestClient:
         socket, self._socket = self._socket, None
         monitor, self._monitor = self._monitor, None
         context, self._context = self._context, None
-        self._up.clear()
+        # Wakes what waits for a connection.
+        self._up.set()
         for operation, reply in self._waiting.values():
-            if not reply.done():
-                reply.set_exception(ClosedError(f"closed during {operation.name}"))
+            _fail(reply, ClosedError(f"the connection to LMCache at {self._url} was closed during {operation.name}"))
         await self._background.aclose()
         if socket is not None:
             if monitor is not None:
@@ -193,3 +192,22 @@ class RequestClient:
             socket.close(linger=0)
         if context is not None:
             context.term()
+
+
+async def _send(socket: zmq.asyncio.Socket, frames: list[bytes], reply: asyncio.Future[Any]) -> None:
+    """Send ``frames``, unless ``reply`` fails first."""
+    sent = asyncio.ensure_future(socket.send_multipart(frames, copy=False))
+    try:
+        # Where the connection has just broken, this would wait for the next server.
+        await asyncio.wait({sent, reply}, return_when=asyncio.FIRST_COMPLETED)
+        if sent.done() and not sent.cancelled():
+            sent.result()
+    finally:
+        sent.cancel()
+
+
+def _fail(reply: asyncio.Future[Any], error: Exception) -> None:
+    if not reply.done():
+        reply.set_exception(error)
+        # Marks it as seen: who waited may have just left.
+        reply.exception()

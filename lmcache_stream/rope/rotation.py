@@ -12,11 +12,13 @@ from .config import RopeConfig
 
 __all__ = ["rotate_keys"]
 
-# Elements worked on at a time: few enough for a core's L2 cache, and below torch's grain size of
-# 32,768, from which on each of the many operations would be split among OpenMP threads. Waiting for
-# those at every step costs seconds where other processes want the cores as well (an engine on the
-# same CPU): 7 s instead of 0.3 s were seen. Edits in several worker threads do share the cores.
-_BLOCK = 32767
+# Elements worked on at a time. Two float32 buffers of the larger size stay in a core's L2 cache, but
+# from 32,768 elements on torch splits an operation among its threads. Waiting for those at each of
+# thousands of short operations costs seconds where other processes want the cores as well (4 s for
+# 54 ms of work were seen beside an engine on the CPU), so unless torch has a single thread here, no
+# operation is large enough. To use more cores, edit in several threads.
+_BLOCK = 1 << 17
+_UNSPLIT_BLOCK = (1 << 15) - 1
 _KEY_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 Positions = Tensor | Sequence[int]
@@ -62,13 +64,19 @@ def rotate_keys(
     elif out.shape != shape or out.dtype != keys.dtype:
         raise InvalidRequestError(f"out must be {keys.dtype} of shape {shape}")
     planes = list(zip(_planes(keys, rope), _planes(out, rope), strict=True))
-    rows = max(1, _BLOCK // keys.shape[-1])
+    elements = _BLOCK if torch.get_num_threads() == 1 else _UNSPLIT_BLOCK
+    rows = max(1, elements // keys.shape[-1])
     for start in range(0, len(deltas), rows):
         stop = min(start + rows, len(deltas))
         block = _Block(rope, deltas[start:stop], keys)
         chosen = slice(start, stop) if select is None else _narrowed(select[start:stop])
         for source, target in planes:
-            block.rotate(source[chosen], target[start:stop])
+            if isinstance(chosen, slice):
+                block.rotate(source[chosen], target[start:stop])
+            elif block.is_still:
+                torch.index_select(source, 0, chosen, out=target[start:stop])
+            else:
+                block.rotate(source.index_select(0, chosen), target[start:stop])
     return out
 
 
@@ -99,9 +107,9 @@ def _check(keys: Tensor, deltas: Tensor, rope: RopeConfig, select: Tensor | None
 
 
 def _planes(tensor: Tensor, rope: RopeConfig) -> Iterator[Tensor]:
-    """Yield ``[..., T, D]`` as views ``[T, heads, head_size]``; one view may not do for any strides."""
+    """Yield ``[..., T, D]`` as views ``[T, heads, head_size]``: one might not do for all strides."""
     if tensor.dim() == 2:
-        yield tensor.view(len(tensor), -1, rope.head_size)
+        yield tensor.view(len(tensor), tensor.shape[1] // rope.head_size, rope.head_size)
     else:
         for part in tensor.unbind(0):
             yield from _planes(part, rope)
@@ -120,21 +128,21 @@ class _Block:
 
     def __init__(self, rope: RopeConfig, deltas: Tensor, keys: Tensor) -> None:
         dtype = torch.promote_types(keys.dtype, torch.float32)
-        like = {"dtype": dtype, "device": keys.device}
         self._is_half = rope.pairing == "half"
         self._dim = rope.rotary_dim
         self._is_partial = rope.rotary_dim < rope.head_size
         self._still = (deltas == 0).nonzero().squeeze(1).to(keys.device)
+        self.is_still = len(self._still) == len(deltas)
         # Behind a dropped range all rows move by the same: one row of cos and sin does for them.
         distinct = deltas[:1] if bool((deltas == deltas[0]).all()) else deltas
         inv_freq = torch.tensor(rope.inv_freq, dtype=torch.float64, device=keys.device)
         angles = (distinct.to(inv_freq).unsqueeze(1) * inv_freq).unsqueeze(1)
         cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
         shape = (len(deltas), keys.shape[-1] // rope.head_size, self._dim)
-        self._loaded = torch.empty(shape, **like)
+        self._loaded: Tensor = torch.empty(shape, dtype=dtype, device=keys.device)
         if self._is_half:
             self._cos, self._sin = torch.cat((cos, cos), dim=-1), sin
-            self._turned = torch.empty(shape, **like)
+            self._turned: Tensor = torch.empty(shape, dtype=dtype, device=keys.device)
             self._halves = (*self._loaded.chunk(2, dim=-1), *self._turned.chunk(2, dim=-1))
         else:
             self._spin = torch.complex(cos, sin)
@@ -142,7 +150,7 @@ class _Block:
 
     def rotate(self, old: Tensor, new: Tensor) -> None:
         """Fill ``new``, ``[n, heads, head_size]``, from ``old``, which may be the same memory."""
-        if len(self._still) == len(old):
+        if self.is_still:
             _copy(old, new)
             return
         # Taken first, as new may be old.
@@ -150,8 +158,7 @@ class _Block:
         if self._is_partial:
             _copy(old[..., self._dim :], new[..., self._dim :])
         self._loaded.copy_(old[..., : self._dim] if self._is_partial else old)
-        turned = self._turn()
-        (new[..., : self._dim] if self._is_partial else new).copy_(turned)
+        (new[..., : self._dim] if self._is_partial else new).copy_(self._turn())
         if still is not None:
             new[self._still] = still
 

@@ -347,16 +347,21 @@ class FakeLMCache:
         """Put two-plane chunks of ``kv`` (``[2, L, T, D]``) in, as an engine's offloading does."""
         size = self.chunk_size
         for end in range(size, len(tokens) + 1, size):
-            chunk = kv[:, :, end - size : end].contiguous()
-            key = (model, salt, tuple(tokens[:end]))
-            if self.shared_memory:
-                entry = Registered(model, tuple(chunk.shape), chunk.dtype, size, False)
-                self._reserve(key, entry)
-                self.unwritten.pop(key).copy_(chunk)
-                length = chunk.nbytes
-                offset = self._offsets[key]
-                chunk = self._pool[offset : offset + length].view(chunk.dtype).view(chunk.shape)
-            self.chunks[key] = chunk
+            self.put_chunk(tokens[:end], kv[:, :, end - size : end], salt=salt, model=model)
+
+    def put_chunk(
+        self, tokens: list[int], kv: torch.Tensor, *, salt: str = "", model: str = "model"
+    ) -> None:
+        """Put the last chunk of ``tokens`` in: ``kv`` is ``[2, L, c, D]``."""
+        chunk = kv.contiguous()
+        key = (model, salt, tuple(tokens))
+        if self.shared_memory:
+            entry = Registered(model, tuple(chunk.shape), chunk.dtype, self.chunk_size, False)
+            self._reserve(key, entry)
+            slot = self.unwritten.pop(key)
+            slot.copy_(chunk)
+            chunk = slot
+        self.chunks[key] = chunk
 
     def clear(self, *, force: bool = False) -> None:
         """Drop what is not locked, or everything."""

@@ -84,7 +84,7 @@ async def test_a_cancel_at_every_await_of_an_edit_leaves_nothing_locked(stack: R
             if len(stream.edits) == before[2]:
                 assert (stream.tokens, stream.cache_salt) == before[:2]
             salts.add(stream.cache_salt)
-        assert number > 10
+        assert number > 5
         assert len(stream.edits) >= 1
         assert stream.tokens[:64] == prompt[:64]
         await stream.generate({"max_tokens": 2})
@@ -104,7 +104,7 @@ async def test_a_cancel_at_every_await_of_a_store_publishes_all_or_nothing(stack
             found = await context.retrieve(tokens, salt)
             seen.add(0 if found is None else found.shape[2])
             assert found is None or torch.equal(found, kv)
-        assert number > 5
+        assert number > 3
         assert seen == {0, 128}
 
 

@@ -54,7 +54,7 @@ async def edited_stream(
     stack: RealStack, context: lms.AsyncLMCacheContext, engine: Recording, characters: int = 2500
 ) -> lms.AsyncLMCacheStream:
     stream = lms.create_request(context, engine, long_prompt(characters))
-    await stream.generate({"max_tokens": 1})
+    await stream.generate({"max_tokens": 1, "temperature": 0})
     await stream.modify_kv(lms.keep(range(0, len(stream.tokens) // 32 * 32, 2)))
     return stream
 

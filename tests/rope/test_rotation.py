@@ -126,6 +126,7 @@ def test_the_size_of_the_blocks_changes_nothing(
     target = torch.arange(37) + 5 if moves == "alike" else torch.arange(37) * 2
     whole = rotate_keys(keys, range(37), target, rope)
     monkeypatch.setattr(rotation, "_BLOCK", block)
+    monkeypatch.setattr(rotation, "_UNSPLIT_BLOCK", block)
     assert same_bits(rotate_keys(keys, range(37), target, rope), whole)
 
 
