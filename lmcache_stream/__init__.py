@@ -2,9 +2,10 @@
 
 from ._state import EditReport
 from .cache.connect import connect
-from .cache.context import AsyncLMCacheContext, StoreResult
+from .cache.context import AsyncLMCacheContext
 from .cache.geometry import KVGeometry
 from .cache.peer import Timeouts
+from .cache.stores import StoreResult
 from .completions import (
     CompletionTimeouts,
     FinishEvent,

@@ -12,6 +12,7 @@ from typing import Any, Self
 import anyio
 
 from ._state import StreamState
+from ._turns import Turns
 from .cache.context import AsyncLMCacheContext
 from .cache.lookups import PrefixLease
 from .completions import FinishEvent, PostCompletion, TokenEvent
@@ -44,15 +45,15 @@ class Generation:
         state: StreamState,
         sampling_params: Mapping[str, Any],
         suffix_tokens: Sequence[int],
-        occupy: Callable[[str], Callable[[], None]],
+        turns: Turns,
     ) -> None:
         self._context = context
         self._post_completion = post_completion
         self._state = state
         self._params = dict(sampling_params)
         self._extra = list(suffix_tokens)
-        self._occupy = occupy
-        self._vacate: Callable[[], None] | None = None
+        self._turns = turns
+        self._end_turn: Callable[[], None] | None = None
         self._source: AsyncIterator[TokenEvent | FinishEvent] | None = None
         self._lease: PrefixLease | None = None
         self._prompt: list[int] = []
@@ -123,9 +124,9 @@ class Generation:
     async def _begin(self) -> None:
         if self._is_closed:
             raise ClosedError("this generation is over: open another one")
-        if self._vacate is not None:
+        if self._end_turn is not None:
             return
-        self._vacate = self._occupy("a generation")
+        self._end_turn = self._turns.take("a generation")
         state = self._state
         self._prompt = state.prompt(self._extra)
         self._edited = state.edited
@@ -275,9 +276,9 @@ class Generation:
                 cached_tokens=self._finish.cached_tokens if self._finish else None,
                 finish_reason=self.finish_reason,
             )
-            if self._vacate is not None:
-                self._vacate()
+            if self._end_turn is not None:
+                self._end_turn()
 
     def __del__(self) -> None:
-        if getattr(self, "_vacate", None) is not None and not self._is_closed:
+        if getattr(self, "_end_turn", None) is not None and not self._is_closed:
             warnings.warn(f"{self!r} was not closed", ResourceWarning, source=self, stacklevel=2)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -14,13 +13,13 @@ from ._checks import checked_salt, checked_token_ids
 from ._editing import KVEdit, apply_edit, store_whole
 from ._retrieval import wait_for_prefix
 from ._state import EditReport, StreamState, forked_salt
+from ._turns import Turns
 from .cache.context import AsyncLMCacheContext
 from .completions import PostCompletion
 from .dropping.keep import Keep
 from .errors import (
     CacheLostError,
     InvalidRequestError,
-    StreamBusyError,
 )
 from .generation import Generation
 from .metrics import StreamPerfMetrics
@@ -68,7 +67,7 @@ class AsyncLMCacheStream:
         self._base_salt = checked_salt(cache_salt)
         self._state = StreamState(tokens, cache_salt)
         self._stream_id = uuid.uuid4().hex
-        self._busy_with = ""
+        self._turns = Turns()
 
     def stream_id(self) -> str:
         """Return the stream's own id, unique to it."""
@@ -142,7 +141,7 @@ class AsyncLMCacheStream:
             self._state,
             sampling_params,
             checked_token_ids(suffix_tokens, "suffix_tokens"),
-            self._occupy,
+            self._turns,
         )
 
     async def retrieve_kv(
@@ -166,7 +165,7 @@ class AsyncLMCacheStream:
             KVNotReadyError: nothing, or less than ``min_tokens``, was there in time.
             CacheLostError: the stream's edited KV is gone.
         """
-        with self._operation("retrieve_kv"):
+        with self._turns.during("retrieve_kv"):
             size = self._context.chunk_size
             kv = await self._retrieve(timeout, poll_interval, size if min_tokens is None else min_tokens)
             self._state.retrieved = kv.shape[2]
@@ -195,7 +194,7 @@ class AsyncLMCacheStream:
             InvalidRequestError: a wrong shape, dtype or length, or less than one chunk.
             StoreIncompleteError: not every chunk was in the cache in time.
         """
-        with self._operation("update_kv"):
+        with self._turns.during("update_kv"):
             started = time.perf_counter()
             behind = self._state.tail() if tail is None else checked_token_ids(tail, "tail")
             before = self._state.retrieved or len(self._state.tokens)
@@ -224,7 +223,7 @@ class AsyncLMCacheStream:
             GeometryError, LayoutError: the edit could not be done right for this model.
             What ``fn`` raises; the stream is then as it was, as with every other error.
         """
-        with self._operation("modify_kv"):
+        with self._turns.during("modify_kv"):
             started = time.perf_counter()
             if not callable(fn) and not isinstance(fn, Keep):
                 raise InvalidRequestError(f"modify_kv takes keep(...) or a function, not {fn!r}")
@@ -279,26 +278,6 @@ class AsyncLMCacheStream:
             seconds=time.perf_counter() - started,
         )
         state.replace(ids[:whole], [*ids[whole:], *tail, *state.suffix], salt, report)
-
-    def _occupy(self, operation: str) -> Callable[[], None]:
-        if self._busy_with:
-            raise StreamBusyError(
-                f"{operation} was begun while {self._busy_with} is under way on this stream: one at a time"
-            )
-        self._busy_with = operation
-
-        def vacate() -> None:
-            self._busy_with = ""
-
-        return vacate
-
-    @contextmanager
-    def _operation(self, name: str) -> Iterator[None]:
-        vacate = self._occupy(name)
-        try:
-            yield
-        finally:
-            vacate()
 
     def __repr__(self) -> str:
         state = self._state

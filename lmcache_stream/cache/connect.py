@@ -6,6 +6,7 @@ from collections.abc import Generator
 from types import TracebackType
 from typing import Any
 
+from .._background import to_the_end
 from .._checks import checked_url
 from ..errors import (
     CacheConnectError,
@@ -111,7 +112,7 @@ class connect:  # noqa: N801 - read as a function: `await connect(...)`, `async 
             await peer.background.start()
             await _register(peer, found.geometry)
         except BaseException as error:
-            await _close(peer, requests, http)
+            await to_the_end(_close(peer, requests, http))
             if isinstance(error, LMCacheStreamError):
                 error.add_note(f"while connecting to {self._url} and {self._http_url}")
             raise

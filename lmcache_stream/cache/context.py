@@ -6,13 +6,13 @@ import functools
 import logging
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
 import anyio
 import torch
 
+from .._background import to_the_end
 from .._checks import checked_salt, checked_token_ids
 from .._workers import Workers
 from ..errors import ClosedError, GeometryError, InvalidRequestError
@@ -25,34 +25,15 @@ from .lookups import Lookups, PrefixLease
 from .messages import ChunkMismatchError
 from .model_config import ModelConfig
 from .peer import Peer
+from .stores import StoreResult, Stores
 from .transfers import Transfers
 
-__all__ = ["AsyncLMCacheContext", "StoreResult"]
+__all__ = ["AsyncLMCacheContext"]
 
 logger = logging.getLogger(__name__)
 
 # Seconds that closing waits for transfers which were left by their callers.
 _CLOSE_GRACE = 5.0
-
-
-@dataclass(frozen=True, slots=True)
-class StoreResult:
-    """What became of a store, in chunks; truthy when all of it is in the cache.
-
-    Attributes:
-        stored: written by this call.
-        existing: there before, with equal bytes.
-        refused: not in the cache as given: no room, or other bytes are there.
-        conflicting: of the refused, those where other bytes are there, which are never overwritten.
-    """
-
-    stored: int
-    existing: int
-    refused: int
-    conflicting: int = 0
-
-    def __bool__(self) -> bool:
-        return self.refused == 0
 
 
 class AsyncLMCacheContext:
@@ -79,6 +60,7 @@ class AsyncLMCacheContext:
         self._lookups = Lookups(peer)
         self._workers = Workers("lmcache-stream")
         self._transfers = Transfers(peer, self._lookups, self._workers)
+        self._stores = Stores(peer, self._lookups, self._transfers, self._workers)
         self._correcting = anyio.Lock()
         self._layout_is_checked = False
         self._is_closed = False
@@ -179,32 +161,12 @@ class AsyncLMCacheContext:
             raise InvalidRequestError(
                 f"{len(ids)} tokens are less than one chunk of {self.chunk_size}: nothing can be stored"
             )
-        ids = ids[:whole]
-        kv = kv.detach()[:, :, :whole].cpu()
-        pickled = self._peer.pool is None
-        before = await self.lookup(ids, cache_salt) if pickled and not own_salt else 0
-        taken = await self._transfers.write(
-            kv, ids, cache_salt, deadline=_shorter(self._peer.timeouts.store, deadline)
-        )
-        lease = await self.pin(ids, cache_salt)
-        found = lease.chunks
-        # Where the server does not tell which chunks it took, only their bytes do.
-        sure = set(range(found)) if own_salt else set() if pickled else taken
-        if sure.issuperset(range(found)):
-            await self.unpin(lease)
-            same = set(range(found))
-        else:
-            there = await self.read(lease)
-            same = sure.intersection(range(found))
-            if there is not None:
-                same |= await self._workers.run(equal_chunks, kv, there, self.chunk_size)
-        old = same.intersection(range(before // self.chunk_size)) if pickled else same - taken
-        total = whole // self.chunk_size
-        return StoreResult(
-            stored=len(same) - len(old),
-            existing=len(old),
-            refused=total - len(same),
-            conflicting=found - len(same),
+        return await self._stores.store(
+            kv.detach()[:, :, :whole].cpu(),
+            ids[:whole],
+            cache_salt,
+            own_salt=own_salt,
+            deadline=_shorter(self._peer.timeouts.store, deadline),
         )
 
     def check_kv(self, kv: torch.Tensor, num_tokens: int) -> None:
@@ -304,8 +266,12 @@ class AsyncLMCacheContext:
         if self._is_closed:
             return
         self._is_closed = True
-        with anyio.CancelScope(shield=True):
+        await to_the_end(self._close())
+
+    async def _close(self) -> None:
+        try:
             left = await self._peer.aclose(grace=_CLOSE_GRACE)
+        finally:
             self._workers.close()
         if left:
             logger.warning(
@@ -338,16 +304,3 @@ class AsyncLMCacheContext:
 
 def _shorter(usual: float, deadline: float | None) -> float:
     return usual if deadline is None else min(usual, deadline)
-
-
-def equal_chunks(kv: torch.Tensor, there: torch.Tensor, chunk_size: int) -> set[int]:
-    """Return the indices of the chunks of ``there`` that are bit for bit those of ``kv``."""
-    # As integers, because a NaN is not equal to itself and -0.0 is equal to 0.0.
-    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[kv.dtype.itemsize]
-    found = there.shape[2]
-    here, there = kv[:, :, :found].contiguous().view(bits), there.view(bits)
-    return {
-        start // chunk_size
-        for start in range(0, found, chunk_size)
-        if torch.equal(here[:, :, start : start + chunk_size], there[:, :, start : start + chunk_size])
-    }

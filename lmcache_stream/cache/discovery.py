@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -73,6 +74,7 @@ def _engines(status: Mapping[str, Any], section: str) -> dict[str, Mapping[str, 
     for entry in entries.values():
         name = entry.get("model_name") if isinstance(entry, Mapping) else None
         if isinstance(name, str) and _NO_ENGINE not in name:
+            # Of an engine that was restarted the later one counts; the other was not reaped yet.
             found[name] = entry
     return found
 
@@ -103,19 +105,30 @@ def _from_driven(model_name: str, entry: Mapping[str, Any], config: ModelConfig 
         block_size=_count(entry.get("block_size"), "block_size", model_name),
     )
     if config.is_mla:
+        if not entry.get("use_mla"):
+            raise GeometryError(
+                f"model_config= is one of MLA, but the engine registered two planes for {model_name!r}"
+            )
         return replace(geometry, layout="mla")
     return replace(geometry, layout=cpu_layout(geometry)) if entry.get("use_mla") else geometry
 
 
 def cpu_layout(geometry: KVGeometry) -> str:
-    """Name the layout that vLLM's CPU engine takes for this dtype and block size on this machine.
+    """Name the layout that vLLM's CPU engine takes for this dtype, block and head on this machine.
 
     Source: vLLM 0.32.0, CPU attention backend.
+
+    Raises:
+        GeometryError: not an x86 machine; the kernels of others are not known.
     """
+    if platform.machine().lower() not in ("x86_64", "amd64"):
+        raise GeometryError(
+            f"the KV layout of vLLM's CPU engine on {platform.machine()} is not known; if it is one of "
+            f"{', '.join(layouts.LAYOUTS)}, pass geometry="
+        )
     amx = bool(torch.cpu._is_amx_tile_supported())
-    if amx and geometry.dtype == torch.bfloat16 and geometry.block_size % 32 == 0:
-        return "cpu-amx"
-    return "cpu-vec"
+    fits = geometry.block_size % 32 == 0 and geometry.head_size % 32 == 0
+    return "cpu-amx" if amx and geometry.dtype == torch.bfloat16 and fits else "cpu-vec"
 
 
 def with_dtype(geometry: KVGeometry, dtype: torch.dtype) -> KVGeometry:
@@ -130,7 +143,8 @@ def _from_device(model_name: str, entry: Mapping[str, Any], config: ModelConfig 
     _single_worker(entry, model_name)
     layout = entry.get("kv_cache_layout")
     groups = layout.get("kernel_groups") if isinstance(layout, Mapping) else None
-    if not isinstance(layout, Mapping) or not isinstance(groups, list) or not groups:
+    groups = groups if isinstance(groups, list) and all(isinstance(one, Mapping) for one in groups) else []
+    if not isinstance(layout, Mapping) or not groups:
         raise GeometryError(f"LMCache's status gives no kv_cache_layout for {model_name!r}: pass geometry=")
     if len(groups) > 1:
         raise GeometryError(

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from ..errors import CacheConnectError, CacheError, CacheTimeoutError
+from ..errors import CacheConnectError, CacheError, CacheTimeoutError, ClosedError
 
 _EXCERPT = 80
 
@@ -19,7 +19,9 @@ def is_loopback(url: str) -> bool:
     """Tell whether ``url`` names this machine, where a proxy of the environment has no business."""
     host = urlsplit(url).hostname or ""
     try:
-        return ipaddress.ip_address(host).is_loopback
+        address = ipaddress.ip_address(host)
+        # Connecting to 0.0.0.0, where a server says it listens, leads to this machine too.
+        return address.is_loopback or address.is_unspecified
     except ValueError:
         return host == "localhost" or host.endswith(".localhost")
 
@@ -52,11 +54,15 @@ class CacheHTTP:
         """Return ``/status``."""
         answer = await self._get("/status")
         if not isinstance(answer, dict):
-            raise CacheError(f"{self._url}/status did not answer a JSON object")
+            raise CacheError(
+                f"GET {self._url}/status: the answer is no JSON object; is this LMCache's --http-port?"
+            )
         return answer
 
     async def _get(self, path: str, *, missing_ok: bool = False) -> Any:
         url = self._url + path
+        if self._session.closed:
+            raise ClosedError(f"the connection to LMCache at {self._url} is closed")
         try:
             async with self._session.get(url) as response:
                 body = await response.read()
@@ -77,7 +83,7 @@ class CacheHTTP:
             raise CacheError(f"GET {url}: HTTP {status}: {excerpt!r}; is this LMCache's --http-port?")
         try:
             return json.loads(body)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise CacheError(
                 f"GET {url}: the answer is no JSON but {excerpt!r}; is this LMCache's --http-port?"
             ) from error

@@ -72,9 +72,9 @@ class Peer:
         self.background = Background(f"LMCache context of {model_name}")
         self.pool: SharedPool | None = None
         self.instance_id = 0
-        # Slots that the server reserved for us and that were not committed: unregistering, or being
-        # unregistered, would publish them unfilled.
-        self.unfilled = 0
+        # Stores whose slots the server reserved for us and that were not committed: unregistering, or
+        # being unregistered, would publish them unfilled.
+        self.unfilled: set[str] = set()
         self._alone = alone
         self._geometry: KVGeometry | None = None
         self._registering = asyncio.Lock()
@@ -144,17 +144,19 @@ class Peer:
         self._connections = self.requests.connections
         if not reply.shm_name or reply.pool_size <= 0:
             pool, self.pool = self.pool, None
-        elif self.pool is not None and self.pool.is_current():
+            # Nothing is reserved on the pickle plane.
+            self.unfilled.clear()
+        elif self.pool is not None and self.pool.is_current(reply.shm_name, reply.pool_size):
             return
         else:
             pool, self.pool = self.pool, SharedPool(reply.shm_name, reply.pool_size)
             # A new pool means a new server, which holds nothing of ours.
-            self.unfilled = 0
+            self.unfilled.clear()
         if pool is not None:
             pool.close()
 
     async def _unregister(self, instance_id: int) -> None:
-        if self.unfilled == 0:
+        if not self.unfilled:
             await self.call(UNREGISTER, instance_id, deadline=self.timeouts.connect)
 
     def key(
@@ -194,7 +196,7 @@ class Peer:
             # Then no reply will come to what still waits, and nothing of ours is left to commit.
             self._last_used = 0.0
             self.requests.give_up(TRANSFERS)
-            self.unfilled = 0
+            self.unfilled.clear()
             return CacheTimeoutError(
                 f"{tried}: the server no longer knows this client (was it restarted?). It registers "
                 "again before the next operation: try once more"

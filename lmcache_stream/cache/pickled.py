@@ -1,7 +1,7 @@
 """The pickle data plane: a list of CPU tensors, one a chunk, and nothing else.
 
 A pickle from the network can run any code, so the one that is read here can build a list of CPU
-tensors and can name nothing beyond the three functions that this takes.
+tensors: it can name nothing beyond the three functions that this takes, and has no more opcodes.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import io
 import pickle
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -37,7 +37,7 @@ def load_chunks(
     except CacheError:
         raise
     except Exception as error:
-        raise CacheError(f"LMCache sent chunks that cannot be read: {error}") from error
+        raise CacheError(f"LMCache sent chunks that cannot be read: {error!r}") from error
     if not isinstance(loaded, list) or len(loaded) != count:
         raise CacheError(f"LMCache sent something else than the {count} chunks that were asked for")
     for chunk in loaded:
@@ -48,8 +48,18 @@ def load_chunks(
     return loaded
 
 
-def _load_storage(data: bytes) -> Any:
-    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+# How torch begins a storage within a pickle. Its other formats (zip, TorchScript, tar) do more than
+# hold numbers, in older versions of torch even with weights_only.
+_STORAGE_MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
+
+
+def _load_storage(data: bytes) -> torch.TypedStorage:
+    if not data.startswith(_STORAGE_MAGIC):
+        raise CacheError("LMCache sent a storage in another format than torch pickles it: refused")
+    loaded = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    if not isinstance(loaded, torch.TypedStorage):
+        raise CacheError(f"LMCache sent a {type(loaded).__name__} in place of a storage: refused")
+    return loaded
 
 
 def _rebuild_tensor(
@@ -79,7 +89,25 @@ _ALLOWED: dict[tuple[str, str], Callable[..., Any]] = {
 }
 
 
-class _TensorUnpickler(pickle.Unpickler):
+# What lists of tensors are made of. Not BUILD above all, which sets attributes: of a tensor past all
+# checks, and of the functions above for every pickle to come.
+_OPCODES = (
+    *(pickle.PROTO, pickle.FRAME, pickle.STOP, pickle.MARK),
+    *(pickle.MEMOIZE, pickle.BINPUT, pickle.LONG_BINPUT, pickle.BINGET, pickle.LONG_BINGET),
+    *(pickle.NONE, pickle.NEWTRUE, pickle.NEWFALSE),
+    *(pickle.BININT, pickle.BININT1, pickle.BININT2, pickle.LONG1),
+    *(pickle.SHORT_BINUNICODE, pickle.BINUNICODE),
+    *(pickle.SHORT_BINBYTES, pickle.BINBYTES, pickle.BINBYTES8),
+    *(pickle.EMPTY_TUPLE, pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3),
+    *(pickle.EMPTY_LIST, pickle.APPEND, pickle.APPENDS),
+    *(pickle.GLOBAL, pickle.STACK_GLOBAL, pickle.REDUCE),
+)
+
+
+# Python's own unpickler, as the one in C cannot do without an opcode. It handles few of them a chunk.
+class _TensorUnpickler(pickle._Unpickler):
+    dispatch: ClassVar = {code[0]: pickle._Unpickler.dispatch[code[0]] for code in _OPCODES}
+
     def find_class(self, module_name: str, global_name: str, /) -> Any:
         try:
             return _ALLOWED[module_name, global_name]

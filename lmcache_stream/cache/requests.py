@@ -183,7 +183,10 @@ class RequestClient:
         # Wakes what waits for a connection.
         self._up.set()
         for operation, reply in self._waiting.values():
-            _fail(reply, ClosedError(f"the connection to LMCache at {self._url} was closed during {operation.name}"))
+            _fail(
+                reply,
+                ClosedError(f"the connection to LMCache at {self._url} was closed during {operation.name}"),
+            )
         await self._background.aclose()
         if socket is not None:
             if monitor is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import mmap
 import os
@@ -10,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from ..errors import CacheConnectError, ClosedError
+from ..errors import CacheConnectError
 from .messages import ChunkMismatchError, Slot
 
 _FOLDER = Path("/dev/shm")
@@ -29,9 +28,7 @@ class SharedPool:
         Raises:
             CacheConnectError: it is not here, or smaller than the server said.
         """
-        self._path = _FOLDER / name.lstrip("/")
-        if self._path.parent != _FOLDER:
-            raise CacheConnectError(f"LMCache named a shared-memory pool {name!r}: refused")
+        self._path = _path_of(name)
         try:
             descriptor = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
             try:
@@ -40,7 +37,7 @@ class SharedPool:
                     raise CacheConnectError(
                         f"the pool {self._path} has {found.st_size} bytes, {size} were announced"
                     )
-                self._map: mmap.mmap | None = mmap.mmap(descriptor, size)
+                mapped = mmap.mmap(descriptor, size)
             finally:
                 os.close(descriptor)
         except OSError as error:
@@ -51,24 +48,33 @@ class SharedPool:
             ) from error
         self._size = size
         self._inode = found.st_ino
-        self._bytes: torch.Tensor | None = torch.frombuffer(self._map, dtype=torch.uint8)
+        # Tensors hold the mapping and do not keep it from being closed under them, so nothing closes
+        # it: it ends with the last of them.
+        self._bytes: torch.Tensor | None = torch.frombuffer(mapped, dtype=torch.uint8)
 
-    def is_current(self) -> bool:
-        """Tell whether the name still leads to what is mapped: a restarted server makes a new pool."""
+    def is_current(self, name: str, size: int) -> bool:
+        """Tell whether this is the pool that a server announces: one that was restarted makes another.
+
+        The old one may still be there under its own name, where the server was killed.
+        """
+        if (_path_of(name), size) != (self._path, self._size):
+            return False
         try:
-            return self._path.stat().st_ino == self._inode
+            found = self._path.stat()
         except OSError:
             return False
+        return found.st_ino == self._inode and found.st_size >= size
 
     def chunk(self, slot: Slot, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Return a view of ``slot`` as the ``shape`` and ``dtype`` that the caller counts on.
 
         Raises:
+            CacheConnectError: the pool was let go of.
             CacheError: the slot does not lie within the pool.
             ChunkMismatchError: the slot holds another shape or dtype.
         """
         if self._bytes is None:
-            raise ClosedError(f"the shared-memory pool {self._path} is closed")
+            raise CacheConnectError(f"{self._path} is no longer LMCache's pool: was the server restarted?")
         slot.check(self._size)
         if slot.shape != shape or slot.torch_dtype != dtype:
             raise ChunkMismatchError(slot.torch_dtype, slot.shape, dtype, shape)
@@ -76,10 +82,15 @@ class SharedPool:
         return self._bytes[slot.offset : slot.offset + length].view(dtype).view(shape)
 
     def close(self) -> None:
-        """Unmap the pool; the segment is the server's and stays. Idempotent."""
+        """Let go of the pool; the segment is the server's and stays. Idempotent.
+
+        A transfer that was left alone may still look at a slot; its end unmaps.
+        """
         self._bytes = None
-        mapped, self._map = self._map, None
-        if mapped is not None:
-            # A transfer that was left alone still looks at a slot; its end unmaps.
-            with contextlib.suppress(BufferError):
-                mapped.close()
+
+
+def _path_of(name: str) -> Path:
+    plain = name.removeprefix("/")
+    if plain in ("", ".", "..") or "/" in plain or "\0" in plain:
+        raise CacheConnectError(f"LMCache named a shared-memory pool {name!r}: refused")
+    return _FOLDER / plain

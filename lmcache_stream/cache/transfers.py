@@ -12,7 +12,7 @@ import anyio
 import torch
 
 from .._workers import Workers
-from ..errors import CacheError, CacheTimeoutError
+from ..errors import CacheError, CacheTimeoutError, ClosedError
 from . import layouts
 from .lookups import Lookups, PrefixLease
 from .messages import (
@@ -26,6 +26,7 @@ from .messages import (
 )
 from .peer import LATE_SECONDS, Peer
 from .pickled import dump_chunks, load_chunks
+from .shared_memory import SharedPool
 
 T = TypeVar("T")
 
@@ -38,7 +39,7 @@ class KeyedLocks:
         self._users: Counter[Any] = Counter()
 
     async def acquire(self, key: Any) -> Callable[[], None]:
-        """Wait for the lock of ``key`` and return what releases it."""
+        """Wait for the lock of ``key`` and return what releases it, once however often it is called."""
         lock = self._locks.setdefault(key, asyncio.Lock())
         self._users[key] += 1
         try:
@@ -47,9 +48,14 @@ class KeyedLocks:
             self._drop(key)
             raise
 
+        held = True
+
         def release() -> None:
-            lock.release()
-            self._drop(key)
+            nonlocal held
+            if held:
+                held = False
+                lock.release()
+                self._drop(key)
 
         return release
 
@@ -130,6 +136,10 @@ class Transfers:
             # No await in between: the work owns the lock from here on.
             left = max(0.0, end - anyio.current_time())
             return await self._peer.background.finish(work(release), deadline=left)
+        except ClosedError:
+            # The work may not have come to its first step.
+            release()
+            raise
         except TimeoutError as error:
             if isinstance(error, CacheTimeoutError):
                 raise
@@ -144,7 +154,8 @@ class Transfers:
         lease.released = True
         try:
             await peer.ensure_registered()
-            instance = peer.instance_id
+            # Of the server that is asked now: a slot means nothing in another one's pool.
+            instance, pool = peer.instance_id, peer.pool
             key = peer.key(tokens, lease.cache_salt, lease.request_id)
             # Once this was sent, whatever is answered, the locks of these chunks are the retrieve's.
             held_from = count
@@ -152,7 +163,7 @@ class Transfers:
             if not reply.success:
                 return None
             try:
-                return await self._workers.run(self._decode, reply, count)
+                return await self._workers.run(self._decode, reply, count, pool)
             finally:
                 await peer.call(COMMIT_RETRIEVE, key, instance, deadline=LATE_SECONDS)
         finally:
@@ -161,18 +172,17 @@ class Transfers:
             finally:
                 release()
 
-    def _decode(self, reply: PrepareRetrieveReply, count: int) -> torch.Tensor:
-        peer, geometry = self._peer, self._peer.geometry
-        size = peer.chunk_size
+    def _decode(self, reply: PrepareRetrieveReply, count: int, pool: SharedPool | None) -> torch.Tensor:
+        geometry, size = self._peer.geometry, self._peer.chunk_size
         layout = layouts.get(geometry.layout)
         shape = layout.chunk_shape(geometry, size)
         slots = reply.context.slots
         if slots is None:
             chunks = load_chunks(reply.data, count, shape, geometry.dtype)
-        elif peer.pool is None or len(slots) != count:
+        elif pool is None or len(slots) != count:
             raise CacheError(f"LMCache answered a retrieve of {count} chunks with {len(slots)} slots")
         else:
-            chunks = [peer.pool.chunk(slot, shape, geometry.dtype) for slot in slots]
+            chunks = [pool.chunk(slot, shape, geometry.dtype) for slot in slots]
         out = torch.empty(layout.kv_shape(geometry, count * size), dtype=geometry.dtype)
         for index, chunk in enumerate(chunks):
             layout.decode(chunk, out[:, :, index * size : (index + 1) * size], geometry)
@@ -185,9 +195,9 @@ class Transfers:
         request_id = f"store-{secrets.token_hex(16)}"
         try:
             await peer.ensure_registered()
-            instance = peer.instance_id
+            instance, pool = peer.instance_id, peer.pool
             key = peer.key(tokens, cache_salt, request_id)
-            peer.unfilled += 1
+            peer.unfilled.add(request_id)
             reply = await peer.call(PREPARE_STORE, key, instance, deadline=LATE_SECONDS)
             if reply.context.slots is None:
                 indices = set(range(len(tokens) // peer.chunk_size))
@@ -196,11 +206,11 @@ class Transfers:
                 indices = set(reply.context.chunk_indices or ())
                 data = b""
                 if indices:
-                    await self._workers.run(self._fill, kv, reply.context)
+                    await self._workers.run(self._fill, kv, reply.context, pool)
             if indices:
                 # Without slots there is nothing to commit, and a commit would publish another's.
                 await peer.call(COMMIT_STORE, key, instance, data, deadline=LATE_SECONDS)
-            peer.unfilled -= 1
+            peer.unfilled.discard(request_id)
             await peer.call(END_SESSION, request_id, deadline=LATE_SECONDS)
             return indices
         finally:
@@ -217,8 +227,8 @@ class Transfers:
             chunks.append(chunk)
         return dump_chunks(chunks)
 
-    def _fill(self, kv: torch.Tensor, context: StoreContext) -> None:
-        geometry, size, pool = self._peer.geometry, self._peer.chunk_size, self._peer.pool
+    def _fill(self, kv: torch.Tensor, context: StoreContext, pool: SharedPool | None) -> None:
+        geometry, size = self._peer.geometry, self._peer.chunk_size
         slots, indices = context.slots or [], context.chunk_indices or []
         if pool is None or len(slots) != len(indices):
             raise CacheError(f"LMCache answered a store with {len(slots)} slots for {len(indices)} chunks")

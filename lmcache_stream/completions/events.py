@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
+
+import msgspec
 
 __all__ = ["FinishEvent", "PostCompletion", "TokenEvent"]
 
 
-@dataclass(frozen=True, slots=True)
-class TokenEvent:
+class TokenEvent(msgspec.Struct, frozen=True, gc=False):
     """One decoded token.
 
     Attributes:
@@ -25,8 +25,7 @@ class TokenEvent:
     arrived: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class FinishEvent:
+class FinishEvent(msgspec.Struct, frozen=True, gc=False):
     """How a pass ended; at most one, after the last token.
 
     Attributes:

@@ -10,9 +10,10 @@ from typing import Any, Self
 import torch
 
 from ..cache.connect import connect as connect_async
-from ..cache.context import AsyncLMCacheContext, StoreResult
+from ..cache.context import AsyncLMCacheContext
 from ..cache.geometry import KVGeometry
 from ..cache.peer import Timeouts
+from ..cache.stores import StoreResult
 from ..rope import RopeConfig
 from ._portal import Portal
 

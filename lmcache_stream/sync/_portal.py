@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import os
 import threading
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import anyio
 from anyio.from_thread import BlockingPortal
@@ -35,6 +36,7 @@ class _Loop:
 
     def _run(self, started: Future[BlockingPortal]) -> None:
         async def main() -> None:
+            self.loop = asyncio.get_running_loop()
             async with BlockingPortal() as portal:
                 started.set_result(portal)
                 await portal.sleep_until_stopped()
@@ -49,6 +51,32 @@ class _Loop:
     def stop(self, wait: float | None, *, cancel: bool) -> None:
         self.portal.start_task_soon(self.portal.stop, cancel)
         self.thread.join(wait)
+
+
+class _Call:
+    """One piece of work on the loop, which can be cancelled from outside before and after it starts."""
+
+    def __init__(self, function: Callable[..., Awaitable[Any]], arguments: tuple[Any, ...]) -> None:
+        self.over = threading.Event()
+        self._function = function
+        self._arguments = arguments
+        self._scope: anyio.CancelScope | None = None
+        self._is_cancelled = False
+
+    async def run(self) -> Any:
+        try:
+            with anyio.CancelScope() as self._scope:
+                if not self._is_cancelled:
+                    return await self._function(*self._arguments)
+        finally:
+            self.over.set()
+
+    def cancel(self) -> None:
+        self._is_cancelled = True
+        if self._scope is None:
+            self.over.set()
+        else:
+            self._scope.cancel()
 
 
 class _Process:
@@ -121,21 +149,15 @@ class Portal:
                 f"{self._owner} blocks and was called from the event loop's own thread: await the "
                 "asynchronous names there"
             )
-        over = threading.Event()
-
-        async def work() -> T:
-            try:
-                return await function(*arguments)
-            finally:
-                over.set()
-
-        future = loop.portal.start_task_soon(work)
+        call = _Call(function, arguments)
         try:
-            return future.result()
+            return cast(T, loop.portal.start_task_soon(call.run).result())
         except BaseException:
-            # Either the work's own error, or an interrupt of this thread, which the work must learn of.
-            if not future.done() and future.cancel():
-                over.wait(_CANCEL_SECONDS)
+            # Either the work's own error, or an interrupt of this thread, wherever in the line above it
+            # struck: then the work must learn of it, and be through before the caller goes on.
+            if not call.over.is_set():
+                loop.loop.call_soon_threadsafe(call.cancel)
+                call.over.wait(_CANCEL_SECONDS)
             raise
 
     def release(self) -> None:

@@ -30,8 +30,14 @@ KEPT = {
 def one_layer(model_type: str) -> tuple[Any, RopeConfig]:
     """Return a random model whose K and V are functions of token and position alone."""
     config = CONFIG_MAPPING[model_type](
-        **{"vocab_size": 64, "hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 1},
-        **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "pad_token_id": 0},
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        pad_token_id=0,
     )
     torch.manual_seed(0)
     model = AutoModel.from_config(config).eval()

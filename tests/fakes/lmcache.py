@@ -91,6 +91,7 @@ class FakeLMCache:
         self._free: list[int] = []
         self._offsets: dict[ChunkKey, int] = {}
         self._slot = 0
+        self._left_behind: list[Path] = []
         self.port = self.http_port = 0
         self.shm_name = ""
 
@@ -121,6 +122,8 @@ class FakeLMCache:
 
     async def __aexit__(self, *_: object) -> None:
         await self.stop()
+        for path in self._left_behind:
+            path.unlink()
         if self._runner is not None:
             await self._runner.cleanup()
         self._context.term()
@@ -130,7 +133,7 @@ class FakeLMCache:
         self._socket = socket = self._context.socket(zmq.ROUTER)
         socket.setsockopt(zmq.LINGER, 0)
         if self.port:
-            socket.bind(self.url)
+            await _bind(socket, self.url)
         else:
             self.port = socket.bind_to_random_port("tcp://127.0.0.1")
         if self.shared_memory:
@@ -138,8 +141,8 @@ class FakeLMCache:
         group = await self._group.enter_async_context(_serving())
         group.create_task(self._serve(socket, group))
 
-    async def stop(self) -> None:
-        """Go away without a word and forget everything."""
+    async def stop(self, *, killed: bool = False) -> None:
+        """Go away without a word and forget everything; a killed server leaves its pool behind."""
         await self._group.aclose()
         if self._socket is not None:
             self._socket.close(linger=0)
@@ -150,7 +153,11 @@ class FakeLMCache:
             state.clear()
         if self.shm_name:
             self._pool = torch.empty(0, dtype=torch.uint8)
-            (Path("/dev/shm") / self.shm_name).unlink()
+            path = Path("/dev/shm") / self.shm_name
+            if killed:
+                self._left_behind.append(path)
+            else:
+                path.unlink()
             self.shm_name = ""
 
     def _make_pool(self, size: int = 1 << 22) -> None:
@@ -400,6 +407,20 @@ class FakeLMCache:
     async def _config(self, _: web.Request) -> web.Response:
         section = {"chunk_size": self.chunk_size, "supported_transfer_mode": self.mode}
         return web.json_response({"mp": section})
+
+
+async def _bind(socket: zmq.asyncio.Socket, url: str) -> None:
+    """Bind where another socket was closed just now, which ZeroMQ does a little later."""
+    for _ in range(200):
+        try:
+            socket.bind(url)
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EADDRINUSE:
+                raise
+            await asyncio.sleep(0.01)
+        else:
+            return
+    raise OSError(f"{url} stays in use")
 
 
 @contextlib.asynccontextmanager

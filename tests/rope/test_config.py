@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,7 +17,10 @@ from .reference import Reference, as_transformers_5
 
 LLAMA = CONFIGS["SmolLM2-135M"]
 PHI = CONFIGS["Phi-3-mini-128k"]
-FORMS = {"transformers 4": dict, "transformers 5": as_transformers_5}
+FORMS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+    "transformers 4": dict,
+    "transformers 5": as_transformers_5,
+}
 LONG = 131072
 
 
@@ -215,8 +219,14 @@ def test_longrope_factors_must_be_whole(factor: str, value: object) -> None:
 
 @pytest.mark.parametrize(
     ("window", "max_model_len", "accepted"),
-    [(None, None, True), (0, None, True), (8192, None, True), (4096, 4096, True)]
-    + [(4096, None, False), (4096, 4097, False)],
+    [
+        (None, None, True),
+        (0, None, True),
+        (8192, None, True),
+        (4096, 4096, True),
+        (4096, None, False),
+        (4096, 4097, False),
+    ],
 )
 def test_a_window_matters_only_when_shorter_than_the_longest_sequence(
     window: int | None, max_model_len: int | None, accepted: bool

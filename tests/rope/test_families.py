@@ -22,15 +22,28 @@ from lmcache_stream.rope.families import FAMILIES
 TOKENS = 24
 SHIFT = 57
 SMALL = {
-    "vocab_size": 64, "hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 5,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096,
-    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 32,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 4096,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
 }
 # Where the model type has them.
 OPTIONAL = {
-    "head_dim": 16, "num_experts": 4, "num_local_experts": 4,
-    "n_routed_experts": 4, "moe_num_experts": 4, "num_experts_per_tok": 2, "moe_k": 2,
-    "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16,
+    "head_dim": 16,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "moe_num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_k": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
     "shared_intermediate_size": 16,
 }
 SPECIAL = {"minimax_m2": {"rotary_dim": 8}, "mistral": {"sliding_window": None}}

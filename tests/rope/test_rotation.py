@@ -30,7 +30,7 @@ def positions_of(count: int, *, seed: int) -> Tensor:
 
 
 def error(found: Tensor, wanted: Tensor) -> float:
-    return ((found.double() - wanted.double()).norm() / wanted.double().norm()).item()
+    return float((found.double() - wanted.double()).norm() / wanted.double().norm())
 
 
 @pytest.mark.parametrize("form", ["transformers 4", "transformers 5"])
@@ -151,9 +151,7 @@ def test_any_strides_and_leading_axes(pairing: Pairing) -> None:
     assert not fused[..., 1, :].any()
 
 
-@pytest.mark.parametrize(
-    "rows", [[0, 1, 2], [7, 8, 9, 30], [36], [5, 5, 2], list(range(37))], ids=str
-)
+@pytest.mark.parametrize("rows", [[0, 1, 2], [7, 8, 9, 30], [36], [5, 5, 2], list(range(37))], ids=str)
 def test_selected_rows(rows: list[int]) -> None:
     keys = torch.randn(3, 37, 16).bfloat16()
     select = torch.tensor(rows)

@@ -1,0 +1,302 @@
+"""One request and its response: the only place that knows aiohttp's ways and its exceptions."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import io
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+import aiohttp
+
+from ..errors import (
+    EngineConnectError,
+    EngineError,
+    EngineStatusError,
+    EngineStreamError,
+    EngineTimeoutError,
+    TruncatedStreamError,
+)
+from .endpoint import Proxy
+from .problems import hint, problem, retry_after
+from .sse import ServerSentEvent, SSEDecoder
+
+__all__ = ["FOREIGN", "Exchange", "Request", "ask", "new_session"]
+
+FOREIGN = (aiohttp.ClientError, OSError, asyncio.TimeoutError)
+"""What aiohttp raises where a connection fails."""
+
+# vLLM closes a connection that was idle for 5 s (VLLM_HTTP_TIMEOUT_KEEP_ALIVE): one that is used
+# before that cannot be closed while a request is on its way.
+_KEEP_ALIVE = 4.0
+_BODY_LIMIT = 65_536
+_BODY_TIME = 5.0
+_END_TIME = 0.25
+
+
+class _Body(aiohttp.StreamReader):
+    """A response's body whose HTTP chunks are not told apart.
+
+    An engine sends every token in a chunk of its own; aiohttp's books on them serve ``readchunk``
+    alone, and cost a tenth of a stream's time.
+    """
+
+    __slots__ = ()
+
+    def begin_http_chunk_receiving(self) -> None:
+        """Note nothing."""
+
+    def end_http_chunk_receiving(self) -> None:
+        """Note nothing."""
+
+    def _read_nowait(self, n: int) -> bytes:
+        if n < 0 and len(self._buffer) > 1:
+            whole = b"".join(self._buffer)
+            self._buffer.clear()
+            self._buffer.append(whole)
+        return super()._read_nowait(n)
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What is sent, and how long a connection may take, in seconds."""
+
+    url: str
+    headers: Mapping[str, str]
+    connect: float | None
+    proxy: Proxy | None = None
+    body: bytes = b""
+
+    def with_body(self, body: bytes) -> Request:
+        """Return the same request with ``body``."""
+        return replace(self, body=body)
+
+
+@dataclass(slots=True, eq=False)
+class Exchange:
+    """A connection from the POST to its end.
+
+    Attributes:
+        request: what is sent.
+        reused: the connection had served another request before.
+        left: nobody waits for the answer any more.
+        arrived: ``time.perf_counter()`` of the last read in ``open``.
+        events: what ``open`` has read.
+    """
+
+    session: aiohttp.ClientSession
+    request: Request
+    sse: SSEDecoder = field(default_factory=SSEDecoder)
+    reused: bool = False
+    left: bool = False
+    arrived: float = 0.0
+    events: list[ServerSentEvent] = field(default_factory=list)
+    _response: aiohttp.ClientResponse | None = None
+    _open: bool = False
+
+    async def open(self) -> None:
+        """Send the request and hold the connection until the engine has begun to answer.
+
+        To close it earlier can end the engine for everybody: it may be loading KV for this request
+        from the cache (LMCache#4938). So this runs in a task of its own, which nobody's leaving
+        stops, and closes the connection itself if nobody is there by then. A comment is no answer:
+        vLLM's front end sends them while the engine is still busy.
+        """
+        response = None
+        try:
+            response = self._response = await self._post()
+            if type(response.content) is aiohttp.StreamReader:
+                response.content.__class__ = _Body
+            if not self.left:
+                await self._refuse_other_answers(response)
+            while not (self.events or self.sse.inside_data):
+                chunk = await response.content.readany()
+                if not chunk:
+                    break
+                self.arrived = time.perf_counter()
+                self.events = self.sse.feed(chunk)
+        except FOREIGN as error:
+            if response is not None:
+                response.close()
+            raise self.error(error) from error
+        except BaseException:
+            if response is not None:
+                response.close()
+            raise
+        self._open = True
+        if self.left:
+            response.close()
+
+    async def _post(self) -> aiohttp.ClientResponse:
+        try:
+            return await self.send()
+        except (aiohttp.ServerDisconnectedError, ConnectionResetError, aiohttp.ClientOSError) as error:
+            # The server closed an idle connection just when it was taken out of the pool. Where a
+            # part of an answer came, it was not idle.
+            part = isinstance(error, aiohttp.ServerDisconnectedError) and not isinstance(error.message, str)
+            if not self.reused or part or self.left:
+                raise
+        self.reused = False
+        return await self.send()
+
+    async def send(self) -> aiohttp.ClientResponse:
+        """Post the request and return the response once its headers are there."""
+        request = self.request
+        return await self.session.post(
+            request.url,
+            # aiohttp writes a file piece by piece, and bytes in one go that holds the loop.
+            data=io.BytesIO(request.body),
+            headers=request.headers,
+            allow_redirects=False,
+            proxy=request.proxy.url if request.proxy is not None else None,
+            timeout=aiohttp.ClientTimeout(total=None, connect=request.connect),
+            trace_request_ctx=self,
+        )
+
+    async def _refuse_other_answers(self, response: aiohttp.ClientResponse) -> None:
+        if response.status < 300 and response.content_type == "text/event-stream":
+            return
+        body = await _beginning(response)
+        where = f"POST {self.request.url}"
+        detail = problem(body)
+        response.close()
+        if response.status >= 300:
+            if response.status < 400:
+                detail = f"redirect to {response.headers.get('Location')}"
+            raise EngineStatusError(
+                f"{where}: HTTP {response.status}: {detail or response.reason}; {hint(response.status)}",
+                status=response.status,
+                detail=detail,
+                retry_after=retry_after(response.headers.get("Retry-After")),
+            )
+        raise EngineStreamError(
+            f"{where}: the answer is {response.content_type}, not an event stream: {detail!r}; "
+            "is base_url= the address of a vLLM server?"
+        )
+
+    def reader(self) -> Callable[[], Awaitable[bytes]]:
+        """Return what waits for bytes and returns all that arrived; none at the end of the answer."""
+        assert self._response is not None
+        return self._response.content.readany
+
+    def rest(self) -> bytes:
+        """Return what had arrived before the connection failed and was not read yet."""
+        assert self._response is not None
+        content = self._response.content
+        # aiohttp gives the failure before the bytes in front of it, unless it is taken away.
+        content.set_exception(None)  # type: ignore[arg-type]
+        return content.read_nowait()
+
+    async def finish(self) -> None:
+        """Read to the end of an answer that is complete, so that its connection can be used again."""
+        read = self.reader()
+        try:
+            async with asyncio.timeout(_END_TIME):
+                while await read():
+                    pass
+        except FOREIGN:
+            self.close()
+
+    def leave(self) -> None:
+        """Close the connection, or let ``open`` close it where the engine has not answered yet."""
+        self.left = True
+        if self._open:
+            self.close()
+
+    def close(self) -> None:
+        """Close the connection, unless it has gone back to the pool; a reader is woken."""
+        if self._response is not None:
+            self._response.close()
+
+    def error(self, error: BaseException, token_ids: list[int] | None = None) -> EngineError:
+        """Return the library's error for one of aiohttp's."""
+        where = f"POST {self.request.url}"
+        ids = token_ids or []
+        if self._response is not None:
+            return TruncatedStreamError(
+                f"{where}: the connection broke after {len(ids)} tokens ({_said(error)}): the answer "
+                "is not complete; see the engine's log, and any proxy between",
+                token_ids=ids,
+            )
+        if isinstance(error, aiohttp.ServerTimeoutError | asyncio.TimeoutError):
+            return EngineTimeoutError(
+                f"{where}: no connection within {self.request.connect} s: is the engine up, and "
+                "base_url= right? timeouts= sets the deadline"
+            )
+        return EngineConnectError(f"{where}: {_said(error)}; {self._advice(error)}")
+
+    def _advice(self, error: BaseException) -> str:
+        proxy = self.request.proxy
+        if isinstance(error, aiohttp.ClientProxyConnectionError | aiohttp.ClientHttpProxyError):
+            return (
+                f"the environment names the proxy {proxy.shown if proxy else None}: check it, or add "
+                "the host to NO_PROXY"
+            )
+        if isinstance(error, aiohttp.ClientConnectorDNSError):
+            return "check the host name in base_url="
+        if isinstance(error, aiohttp.ClientSSLError):
+            return "check whether the server speaks TLS there and has a valid certificate"
+        if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+            return "every stream needs a file descriptor: raise the limit (ulimit -n), or open fewer"
+        if isinstance(error, aiohttp.ClientResponseError):
+            return "that is no HTTP server: is base_url= the address of vLLM's API?"
+        if isinstance(error, aiohttp.ClientConnectorError):
+            return "start the engine (vllm serve) or mend base_url="
+        return "the engine closed the connection before it answered: see its log"
+
+
+async def ask(session: aiohttp.ClientSession, request: Request, timeout: float) -> bytes:
+    """POST a small question and return the answer's body.
+
+    Raises:
+        EngineError: it was not answered with success in time.
+    """
+    exchange = Exchange(session, request)
+    try:
+        async with asyncio.timeout(timeout), await exchange.send() as response:
+            body = await response.read()
+            if response.status != 200:
+                raise EngineStatusError(
+                    f"POST {request.url}: HTTP {response.status}: {problem(body)}",
+                    status=response.status,
+                    detail=problem(body),
+                )
+            return body
+    except FOREIGN as error:
+        raise exchange.error(error) from error
+
+
+async def _beginning(response: aiohttp.ClientResponse) -> bytes:
+    body = b""
+    try:
+        async with asyncio.timeout(_BODY_TIME):
+            while len(body) < _BODY_LIMIT and (chunk := await response.content.readany()):
+                body += chunk
+    except FOREIGN:
+        # A part of the explanation is better than none.
+        pass
+    return body[:_BODY_LIMIT]
+
+
+def _said(error: BaseException) -> str:
+    return str(error) or type(error).__name__
+
+
+def new_session() -> aiohttp.ClientSession:
+    """Return a session for :class:`Exchange`: any number of connections, nothing kept but these."""
+    trace = aiohttp.TraceConfig()
+
+    async def mark(session: object, context: object, params: object) -> None:
+        exchange = getattr(context, "trace_request_ctx", None)
+        if isinstance(exchange, Exchange):
+            exchange.reused = True
+
+    trace.on_connection_reuseconn.append(mark)
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE),
+        cookie_jar=aiohttp.DummyCookieJar(),
+        timeout=aiohttp.ClientTimeout(total=None),
+        trace_configs=[trace],
+    )

@@ -1,0 +1,85 @@
+"""Programs that tests run as processes of their own: ``python -m tests.sync_script NAME URL HTTP_URL``."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+import lmcache_stream as lms
+from lmcache_stream import sync
+
+GEOMETRY = lms.KVGeometry(
+    num_layers=2, num_kv_heads=2, head_size=8, dtype=torch.float32, layout="two-plane", block_size=4
+)
+
+
+def endless(
+    prompt: Sequence[int], params: Mapping[str, Any], salt: str
+) -> Iterator[lms.TokenEvent]:
+    try:
+        while True:
+            time.sleep(0.02)
+            yield lms.TokenEvent(1, "x")
+    finally:
+        print("generator closed", flush=True)
+
+
+def interrupted(context: sync.LMCacheContext) -> None:
+    """Print "ready", be interrupted in mid-pass, and go on using everything."""
+    stream = sync.create_request(context, endless, [1, 2, 3, 4, 5])
+    try:
+        with stream.open_generation({"max_tokens": 10**6}) as generation:
+            for count, _ in enumerate(generation):
+                if count == 2:
+                    print("ready", flush=True)
+    except KeyboardInterrupt:
+        print("interrupted", flush=True)
+    stream.modify_kv  # noqa: B018 - the stream is still there
+    print("lookup", context.lookup([1, 2, 3, 4]), flush=True)
+
+
+def blocked(context: sync.LMCacheContext) -> None:
+    """Print "ready" and be interrupted in a lookup that the server never answers."""
+    print("ready", flush=True)
+    started = time.monotonic()
+    try:
+        context.lookup([1, 2, 3, 4])
+    except KeyboardInterrupt:
+        print(f"interrupted {time.monotonic() - started:.3f}", flush=True)
+
+
+def forgotten(context: sync.LMCacheContext) -> None:
+    """Print "ready", wait for the server to be gone, and exit without closing anything."""
+    context.store(torch.zeros(GEOMETRY.kv_shape(4)), [1, 2, 3, 4])
+    print("ready", flush=True)
+    sys.stdin.readline()
+    print("exit", flush=True)
+
+
+def forked(context: sync.LMCacheContext) -> None:
+    """Use the context before and after a fork, in the parent and in the child."""
+    context.lookup([1, 2, 3, 4])
+    child = os.fork()
+    if child == 0:
+        try:
+            context.lookup([1, 2, 3, 4])
+        except lms.ClosedError as error:
+            print("child:", error, flush=True)
+        with sync.connect(*sys.argv[2:4], "model", geometry=GEOMETRY) as own:
+            print("child's own:", own.lookup([1, 2, 3, 4]), flush=True)
+        os._exit(0)
+    os.waitpid(child, 0)
+    print("parent:", context.lookup([1, 2, 3, 4]), flush=True)
+
+
+if __name__ == "__main__":
+    program = globals()[sys.argv[1]]
+    opened = sync.connect(*sys.argv[2:4], "model", geometry=GEOMETRY)
+    program(opened)
+    if sys.argv[1] != "forgotten":
+        opened.close()
