@@ -86,17 +86,13 @@ def load_tokenizer(name: str) -> Any:
 def chat_tokens(tokenizer: Any, text: str, question: str) -> list[int]:
     """Return the ids of a chat in which ``question`` is asked behind ``text``."""
     messages = [{"role": "user", "content": f"{text}\n\nQuestion: {question}"}]
-    ids: list[int] = tokenizer.apply_chat_template(
-        messages, add_generation_prompt=True, return_dict=False
-    )
+    ids: list[int] = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     return ids
 
 
-def table(
-    report: lms.EditReport, base: lms.StreamPerfMetrics, dropped: lms.StreamPerfMetrics
-) -> str:
+def table(report: lms.EditReport, base: lms.StreamPerfMetrics, dropped: lms.StreamPerfMetrics) -> str:
     """Return both passes side by side."""
-    rows = [("", "whole text", "edited KV")]
+    rows: list[tuple[str, ...]] = [("", "whole text", "edited KV")]
     rows.append(("prompt tokens", str(base.input_tokens), str(dropped.input_tokens)))
     rows.append(("tokens from the cache", str(base.cached_tokens), str(dropped.cached_tokens)))
     before, after = (f"{size / 2**20:.1f} MiB" for size in (report.bytes_before, report.bytes_after))

@@ -18,9 +18,12 @@ GEOMETRY = lms.KVGeometry(
 )
 
 
-def endless(
-    prompt: Sequence[int], params: Mapping[str, Any], salt: str
-) -> Iterator[lms.TokenEvent]:
+def connect() -> sync.LMCacheContext:
+    url, http_url = sys.argv[2:4]
+    return sync.connect(url, http_url, "model", geometry=GEOMETRY)
+
+
+def endless(prompt: Sequence[int], params: Mapping[str, Any], salt: str) -> Iterator[lms.TokenEvent]:
     try:
         while True:
             time.sleep(0.02)
@@ -70,7 +73,7 @@ def forked(context: sync.LMCacheContext) -> None:
             context.lookup([1, 2, 3, 4])
         except lms.ClosedError as error:
             print("child:", error, flush=True)
-        with sync.connect(*sys.argv[2:4], "model", geometry=GEOMETRY) as own:
+        with connect() as own:
             print("child's own:", own.lookup([1, 2, 3, 4]), flush=True)
         os._exit(0)
     os.waitpid(child, 0)
@@ -79,7 +82,7 @@ def forked(context: sync.LMCacheContext) -> None:
 
 if __name__ == "__main__":
     program = globals()[sys.argv[1]]
-    opened = sync.connect(*sys.argv[2:4], "model", geometry=GEOMETRY)
+    opened = connect()
     program(opened)
     if sys.argv[1] != "forgotten":
         opened.close()

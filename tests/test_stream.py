@@ -223,9 +223,7 @@ async def test_every_edit_has_a_salt_of_its_own(
     assert all(len(salt) <= 128 and not set(salt) & set("@/\\\0") for salt in salts)
 
 
-async def test_a_long_salt_is_cut_to_fit(
-    context: lms.AsyncLMCacheContext, engine: ScriptedEngine
-) -> None:
+async def test_a_long_salt_is_cut_to_fit(context: lms.AsyncLMCacheContext, engine: ScriptedEngine) -> None:
     stream = lms.create_request(context, engine, PROMPT, "s" * 128)
     await stream.generate({"max_tokens": 1})
     await stream.modify_kv(first_half)
@@ -246,9 +244,7 @@ async def test_a_shared_stream_keeps_its_salt_and_refuses_other_bytes(
     assert stream.cache_salt == "base"
 
 
-async def test_edits_that_fail_change_nothing(
-    stream: lms.AsyncLMCacheStream, engine: ScriptedEngine
-) -> None:
+async def test_edits_that_fail_change_nothing(stream: lms.AsyncLMCacheStream, engine: ScriptedEngine) -> None:
     await stream.generate({"max_tokens": 1})
     before = state_of(stream)
     wrong: list[tuple[Any, type[BaseException], str]] = [
@@ -275,9 +271,7 @@ async def test_edits_may_be_plain_or_async_functions_or_objects(
         return kv, tokens
 
     class Callable:
-        async def __call__(
-            self, kv: torch.Tensor, tokens: list[int]
-        ) -> tuple[torch.Tensor, list[int]]:
+        async def __call__(self, kv: torch.Tensor, tokens: list[int]) -> tuple[torch.Tensor, list[int]]:
             return kv, tokens
 
     def returns_an_awaitable(kv: torch.Tensor, tokens: list[int]) -> Any:
@@ -401,7 +395,7 @@ async def test_edited_kv_that_is_gone_is_an_error_and_nothing_is_sent(
     server.clear()
     before = state_of(stream)
     for _ in range(2):
-        with pytest.raises(lms.CacheLostError, match="0 of 8 edited tokens .* nothing was sent"):
+        with pytest.raises(lms.CacheLostError, match=r"0 of 8 edited tokens .* nothing was sent"):
             await stream.generate({})
     assert state_of(stream) == before
     assert len(engine.requests) == 1
@@ -554,9 +548,7 @@ async def test_what_is_no_post_completion_is_refused(
         lms.create_request(context, None, PROMPT)  # type: ignore[arg-type]
 
 
-async def test_a_forgotten_generation_warns(
-    stream: lms.AsyncLMCacheStream, engine: ScriptedEngine
-) -> None:
+async def test_a_forgotten_generation_warns(stream: lms.AsyncLMCacheStream, engine: ScriptedEngine) -> None:
     engine.scripts = [[7, 8, "stop"]]
     generation = stream.open_generation({})
     await anext(generation)

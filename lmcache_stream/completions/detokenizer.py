@@ -15,7 +15,7 @@ __all__ = ["Detokenizer"]
 
 logger = logging.getLogger(__name__)
 
-_TIME = 5.0
+_TIME = 2.0
 
 
 class _Answer(msgspec.Struct):

@@ -7,6 +7,7 @@ import errno
 import io
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 
 import aiohttp
@@ -19,6 +20,7 @@ from ..errors import (
     EngineTimeoutError,
     TruncatedStreamError,
 )
+from .body import lighten
 from .endpoint import Proxy
 from .problems import hint, problem, retry_after
 from .sse import ServerSentEvent, SSEDecoder
@@ -34,29 +36,7 @@ _KEEP_ALIVE = 4.0
 _BODY_LIMIT = 65_536
 _BODY_TIME = 5.0
 _END_TIME = 0.25
-
-
-class _Body(aiohttp.StreamReader):
-    """A response's body whose HTTP chunks are not told apart.
-
-    An engine sends every token in a chunk of its own; aiohttp's books on them serve ``readchunk``
-    alone, and cost a tenth of a stream's time.
-    """
-
-    __slots__ = ()
-
-    def begin_http_chunk_receiving(self) -> None:
-        """Note nothing."""
-
-    def end_http_chunk_receiving(self) -> None:
-        """Note nothing."""
-
-    def _read_nowait(self, n: int) -> bytes:
-        if n < 0 and len(self._buffer) > 1:
-            whole = b"".join(self._buffer)
-            self._buffer.clear()
-            self._buffer.append(whole)
-        return super()._read_nowait(n)
+_LOOK_AFTER = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +60,7 @@ class Exchange:
 
     Attributes:
         request: what is sent.
+        connected: there is a connection, so that the engine may know of the request.
         reused: the connection had served another request before.
         left: nobody waits for the answer any more.
         arrived: ``time.perf_counter()`` of the last read in ``open``.
@@ -89,12 +70,14 @@ class Exchange:
     session: aiohttp.ClientSession
     request: Request
     sse: SSEDecoder = field(default_factory=SSEDecoder)
+    connected: bool = False
     reused: bool = False
     left: bool = False
     arrived: float = 0.0
     events: list[ServerSentEvent] = field(default_factory=list)
     _response: aiohttp.ClientResponse | None = None
     _open: bool = False
+    _opening: asyncio.Task[None] | None = None
 
     async def open(self) -> None:
         """Send the request and hold the connection until the engine has begun to answer.
@@ -104,11 +87,17 @@ class Exchange:
         stops, and closes the connection itself if nobody is there by then. A comment is no answer:
         vLLM's front end sends them while the engine is still busy.
         """
+        self._opening = asyncio.current_task()
+        _current.set(self)
+        if not self.left:
+            await self._hold()
+
+    async def _hold(self) -> None:
         response = None
         try:
             response = self._response = await self._post()
-            if type(response.content) is aiohttp.StreamReader:
-                response.content.__class__ = _Body
+            lighten(response.content)
+            self._look_after(response)
             if not self.left:
                 await self._refuse_other_answers(response)
             while not (self.events or self.sse.inside_data):
@@ -138,7 +127,6 @@ class Exchange:
             part = isinstance(error, aiohttp.ServerDisconnectedError) and not isinstance(error.message, str)
             if not self.reused or part or self.left:
                 raise
-        self.reused = False
         return await self.send()
 
     async def send(self) -> aiohttp.ClientResponse:
@@ -152,7 +140,6 @@ class Exchange:
             allow_redirects=False,
             proxy=request.proxy.url if request.proxy is not None else None,
             timeout=aiohttp.ClientTimeout(total=None, connect=request.connect),
-            trace_request_ctx=self,
         )
 
     async def _refuse_other_answers(self, response: aiohttp.ClientResponse) -> None:
@@ -175,6 +162,15 @@ class Exchange:
             f"{where}: the answer is {response.content_type}, not an event stream: {detail!r}; "
             "is base_url= the address of a vLLM server?"
         )
+
+    def _look_after(self, response: aiohttp.ClientResponse) -> None:
+        # A chunk that is none makes aiohttp (3.14) drop the connection and leave the reader waiting.
+        if response.connection is None:
+            return
+        if response.connection.transport is None:
+            response.close()
+        else:
+            asyncio.get_running_loop().call_later(_LOOK_AFTER, self._look_after, response)
 
     def reader(self) -> Callable[[], Awaitable[bytes]]:
         """Return what waits for bytes and returns all that arrived; none at the end of the answer."""
@@ -204,6 +200,8 @@ class Exchange:
         self.left = True
         if self._open:
             self.close()
+        elif self._opening is not None and not self.connected:
+            self._opening.cancel()
 
     def close(self) -> None:
         """Close the connection, unless it has gone back to the pool; a reader is woken."""
@@ -284,16 +282,21 @@ def _said(error: BaseException) -> str:
     return str(error) or type(error).__name__
 
 
+_current: ContextVar[Exchange | None] = ContextVar("exchange", default=None)
+
+
+async def _mark(session: object, context: object, params: object) -> None:
+    exchange = _current.get()
+    if exchange is not None:
+        exchange.connected = True
+        exchange.reused = isinstance(params, aiohttp.TraceConnectionReuseconnParams)
+
+
 def new_session() -> aiohttp.ClientSession:
     """Return a session for :class:`Exchange`: any number of connections, nothing kept but these."""
     trace = aiohttp.TraceConfig()
-
-    async def mark(session: object, context: object, params: object) -> None:
-        exchange = getattr(context, "trace_request_ctx", None)
-        if isinstance(exchange, Exchange):
-            exchange.reused = True
-
-    trace.on_connection_reuseconn.append(mark)
+    trace.on_connection_create_end.append(_mark)
+    trace.on_connection_reuseconn.append(_mark)
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE),
         cookie_jar=aiohttp.DummyCookieJar(),

@@ -22,18 +22,23 @@ logger = logging.getLogger(__name__)
 UNFINISHED = "\ufffd"
 """What a decoder puts for the bytes of a character that is not complete."""
 
+# More characters than these have not been decoded from so many tokens, but for runs of one character.
+_LONG = 16
+_LONG_PER_TOKEN = 8
+# Tokens by which the character that a prompt ends in is complete.
+_FIRST = 4
 # Characters of the prompt's end that tell where it ends in a text.
 _ALIKE = 8
-_TRIES = 16
+_TRIES = 8
 
 
-def may_repeat(text: str, prompt_length: int) -> bool:
-    """Whether ``text`` is long enough to hold a prompt of ``prompt_length`` tokens.
+def may_repeat(text: str, ids: int, prompt_length: int) -> bool:
+    """Whether ``text`` is longer than that of ``ids`` tokens, and may hold that of the prompt too.
 
     A character takes at most four tokens, and up to half of a prompt is taken to be special tokens,
-    which have no text.
+    which have no text. A prompt of a few words is let pass: to ask each time would cost more.
     """
-    return 8 * len(text) >= prompt_length
+    return len(text) > _LONG + _LONG_PER_TOKEN * ids and 8 * len(text) >= prompt_length
 
 
 def split_text(before: str, after: str) -> tuple[str, str]:
@@ -102,7 +107,8 @@ class RepeatedPrompt:
     ) -> None:
         self.watching = True
         self._prompt = prompt
-        self._held_back = bool(stop)
+        # As many characters as the longest stop string has may come later than their tokens.
+        self._held_back = max(map(len, stop), default=0)
         self._detokenize = detokenize
         self._streamed = ""
         self._before: str | None = None
@@ -117,7 +123,9 @@ class RepeatedPrompt:
         self._streamed += text
         stopped = choices.stop_reason if isinstance(choices.stop_reason, str) else None
         if self._before is None:
-            possible = may_repeat(self._streamed, len(self._prompt)) or stopped is not None
+            ids = len(choices.token_ids)
+            possible = may_repeat(self._streamed, ids, len(self._prompt))
+            possible = possible or (stopped is not None and ids <= _FIRST)
             if not possible or not await self._prompt_is_unfinished():
                 self.watching = False
                 return text
@@ -132,9 +140,9 @@ class RepeatedPrompt:
                 f"the engine stopped at {stopped!r}, which it found in the prompt, because that ends "
                 "inside a character (vllm#48853): send no stop string that the prompt holds"
             )
-        generated = generated_text(self._streamed, own, decoded, held_back=self._held_back)
+        generated = generated_text(self._streamed, own, decoded, held_back=self._held_back > 0)
         self._tries += 1
-        self.watching = generated is None and self._tries < _TRIES
+        self.watching = generated is None and self._tries < _TRIES + self._held_back
         if generated is None and not self.watching:
             logger.warning(
                 "the engine repeated the prompt's text (vllm#48853), and the first %d tokens' own "

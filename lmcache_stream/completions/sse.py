@@ -9,6 +9,7 @@ import msgspec
 
 __all__ = ["SSEDecoder", "ServerSentEvent"]
 
+_LF = 0x0A
 _BOM = b"\xef\xbb\xbf"
 _LINE_ENDS = (b"\n", b"\r")
 
@@ -44,9 +45,10 @@ class SSEDecoder:
         self._data: list[bytes] = []
         self._line: list[bytes] = []
         self._after_cr = False
+        # Bytes that may be the beginning of a byte order mark; None once that is decided.
         self._start: bytes | None = b""
-        # Nothing is held that the next bytes could belong to.
-        self._between = True
+        # The next bytes begin an event, and nothing that came before belongs to it.
+        self._between = False
 
     @property
     def inside_data(self) -> bool:
@@ -55,15 +57,15 @@ class SSEDecoder:
 
     def feed(self, chunk: bytes) -> list[ServerSentEvent]:
         """Take what was read and return the events that it completes."""
-        if self._between and chunk.startswith(b"data: ") and chunk.endswith(b"\n\n"):
-            # Whole events of one data line each, which is what engines send.
-            blocks = chunk[6:-2].split(b"\n\ndata: ")
-            if chunk.count(b"\n") == 2 * len(blocks) and b"\r" not in chunk:
-                self._start = None
-                if not self._last_event_id:
-                    return list(map(ServerSentEvent, blocks))
-                last_id = self._last_event_id
-                return [ServerSentEvent(block, "message", last_id) for block in blocks]
+        if self._between and chunk.startswith(b"data: "):
+            # Whole events of one data line each: what engines send, most often one in a read.
+            if chunk.find(b"\n") == len(chunk) - 2 and chunk[-1] == _LF and b"\r" not in chunk:
+                return [ServerSentEvent(chunk[6:-2], "message", self._last_event_id)]
+            if chunk.endswith(b"\n\n") and b"\r" not in chunk:
+                blocks = chunk[6:-2].split(b"\n\ndata: ")
+                if chunk.count(b"\n") == 2 * len(blocks):
+                    last_id = self._last_event_id
+                    return [ServerSentEvent(block, "message", last_id) for block in blocks]
         events = self._feed_lines(chunk)
         self._between = not (self._line or self._data or self._event or self._after_cr or self._start)
         return events

@@ -77,6 +77,8 @@ class VLLMCompletions:
         self._endpoint = Endpoint.of(base_url)
         self._model = model
         self._headers = request_headers(api_key, headers)
+        if not isinstance(timeouts, CompletionTimeouts | None):
+            raise InvalidRequestError(f"timeouts={timeouts!r} is no CompletionTimeouts")
         self._timeouts = timeouts or CompletionTimeouts()
         self._lock = asyncio.Lock()
         self._engine: _Engine | None = None

@@ -19,6 +19,8 @@ __all__ = ["rotate_keys"]
 # operation is large enough. To use more cores, edit in several threads.
 _BLOCK = 1 << 17
 _UNSPLIT_BLOCK = (1 << 15) - 1
+# Rows whose cos and sin are computed together: those are split among threads at any size.
+_SPAN = 4096
 _KEY_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 Positions = Tensor | Sequence[int]
@@ -66,17 +68,19 @@ def rotate_keys(
     planes = list(zip(_planes(keys, rope), _planes(out, rope), strict=True))
     elements = _BLOCK if torch.get_num_threads() == 1 else _UNSPLIT_BLOCK
     rows = max(1, elements // keys.shape[-1])
-    for start in range(0, len(deltas), rows):
-        stop = min(start + rows, len(deltas))
-        block = _Block(rope, deltas[start:stop], keys)
-        chosen = slice(start, stop) if select is None else _narrowed(select[start:stop])
-        for source, target in planes:
-            if isinstance(chosen, slice):
-                block.rotate(source[chosen], target[start:stop])
-            elif block.is_still:
-                torch.index_select(source, 0, chosen, out=target[start:stop])
-            else:
-                block.rotate(source.index_select(0, chosen), target[start:stop])
+    for first in range(0, len(deltas), _SPAN):
+        span = _Span(rope, deltas[first : first + _SPAN], keys)
+        for start in range(0, len(span.deltas), rows):
+            block = span.block(start, rows)
+            begin, end = first + start, first + start + len(block)
+            chosen = slice(begin, end) if select is None else _narrowed(select[begin:end])
+            for source, target in planes:
+                if isinstance(chosen, slice):
+                    block.rotate(source[chosen], target[begin:end])
+                elif block.is_still:
+                    torch.index_select(source, 0, chosen, out=target[begin:end])
+                else:
+                    block.rotate(source.index_select(0, chosen), target[begin:end])
     return out
 
 
@@ -117,36 +121,63 @@ def _planes(tensor: Tensor, rope: RopeConfig) -> Iterator[Tensor]:
 
 def _narrowed(rows: Tensor) -> Tensor | slice:
     """Return rows that follow each other as a slice, which needs no copy to read."""
-    first, last = int(rows[0]), int(rows[-1])
-    if last - first + 1 == len(rows) and bool((rows.diff() == 1).all()):
-        return slice(first, last + 1)
+    if bool((rows.diff() == 1).all()):
+        return slice(int(rows[0]), int(rows[-1]) + 1)
     return rows
 
 
-class _Block:
-    """The rotation of a few rows, the same in every layer, with its buffers."""
+class _Span:
+    """Cos and sin of many rows."""
 
     def __init__(self, rope: RopeConfig, deltas: Tensor, keys: Tensor) -> None:
+        self.deltas = deltas
+        self._rope = rope
+        self._width = keys.shape[-1]
         dtype = torch.promote_types(keys.dtype, torch.float32)
-        self._is_half = rope.pairing == "half"
-        self._dim = rope.rotary_dim
-        self._is_partial = rope.rotary_dim < rope.head_size
-        self._still = (deltas == 0).nonzero().squeeze(1).to(keys.device)
-        self.is_still = len(self._still) == len(deltas)
         # Behind a dropped range all rows move by the same: one row of cos and sin does for them.
         distinct = deltas[:1] if bool((deltas == deltas[0]).all()) else deltas
         inv_freq = torch.tensor(rope.inv_freq, dtype=torch.float64, device=keys.device)
         angles = (distinct.to(inv_freq).unsqueeze(1) * inv_freq).unsqueeze(1)
-        cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
-        shape = (len(deltas), keys.shape[-1] // rope.head_size, self._dim)
-        self._loaded: Tensor = torch.empty(shape, dtype=dtype, device=keys.device)
+        self._cos, self._sin = angles.cos().to(dtype), angles.sin().to(dtype)
+
+    def block(self, start: int, rows: int) -> _Block:
+        """Return the rotation of at most ``rows`` rows from ``start`` on."""
+        deltas = self.deltas[start : start + rows]
+        if len(self._cos) == 1:
+            return _Block(self._rope, deltas, self._cos, self._sin, self._width)
+        chosen = slice(start, start + rows)
+        return _Block(self._rope, deltas, self._cos[chosen], self._sin[chosen], self._width)
+
+
+class _Block:
+    """The rotation of a few rows, the same in every layer, with its buffers.
+
+    Args:
+        rope: how the model rotates.
+        deltas: ``[n]``, by how many tokens each row moves.
+        cos, sin: ``[n or 1, 1, rotary_dim / 2]``, in the type to compute in.
+        width: elements of a row.
+    """
+
+    def __init__(self, rope: RopeConfig, deltas: Tensor, cos: Tensor, sin: Tensor, width: int) -> None:
+        self._is_half = rope.pairing == "half"
+        self._dim = rope.rotary_dim
+        self._is_partial = rope.rotary_dim < rope.head_size
+        self._still = (deltas == 0).nonzero().squeeze(1).to(cos.device)
+        self.is_still = len(self._still) == len(deltas)
+        self._rows = len(deltas)
+        shape = (len(deltas), width // rope.head_size, self._dim)
+        self._loaded: Tensor = torch.empty(shape, dtype=cos.dtype, device=cos.device)
         if self._is_half:
             self._cos, self._sin = torch.cat((cos, cos), dim=-1), sin
-            self._turned: Tensor = torch.empty(shape, dtype=dtype, device=keys.device)
+            self._turned: Tensor = torch.empty(shape, dtype=cos.dtype, device=cos.device)
             self._halves = (*self._loaded.chunk(2, dim=-1), *self._turned.chunk(2, dim=-1))
         else:
             self._spin = torch.complex(cos, sin)
             self._pairs = torch.view_as_complex(self._loaded.view(*shape[:2], -1, 2))
+
+    def __len__(self) -> int:
+        return self._rows
 
     def rotate(self, old: Tensor, new: Tensor) -> None:
         """Fill ``new``, ``[n, heads, head_size]``, from ``old``, which may be the same memory."""

@@ -7,12 +7,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModel
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from lmcache_stream.cache.edit import drop_tokens
 from lmcache_stream.errors import GeometryError, InvalidRequestError
 from lmcache_stream.rope import RopeConfig
+from tests.rope.reference import config_object, random_model
 
 TOKENS = 300
 ROPE = RopeConfig(head_size=8, inv_freq=(1.0, 0.1, 0.01, 0.001), pairing="half")
@@ -29,19 +28,10 @@ KEPT = {
 
 def one_layer(model_type: str) -> tuple[Any, RopeConfig]:
     """Return a random model whose K and V are functions of token and position alone."""
-    config = CONFIG_MAPPING[model_type](
-        vocab_size=64,
-        hidden_size=64,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        pad_token_id=0,
-    )
-    torch.manual_seed(0)
-    model = AutoModel.from_config(config).eval()
-    return model, RopeConfig.from_model_config(config.to_dict())
+    sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "pad_token_id": 0}
+    config = config_object({"model_type": model_type, **sizes, **heads})
+    return random_model(config), RopeConfig.from_model_config(config.to_dict())
 
 
 def prefill(model: Any, tokens: list[int]) -> Tensor:

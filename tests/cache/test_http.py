@@ -231,14 +231,13 @@ async def test_a_long_answer_is_read_whole() -> None:
 async def test_proxies_of_the_environment_are_not_used_for_this_machine(
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    async with serving(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}") as url:
-        # A proxy that answers nothing: the request would not come back.
-        async with serving(None) as proxy:
-            monkeypatch.setenv(name, proxy)
-            for host in (url, url.replace("127.0.0.1", "localhost")):
-                http = CacheHTTP(host, deadline=5)
-                assert await http.status() == {}
-                await http.aclose()
+    # A proxy that answers nothing: the request would not come back.
+    async with serving(None) as proxy, serving(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}") as url:
+        monkeypatch.setenv(name, proxy)
+        for host in (url, url.replace("127.0.0.1", "localhost")):
+            http = CacheHTTP(host, deadline=5)
+            assert await http.status() == {}
+            await http.aclose()
 
 
 async def test_proxies_of_the_environment_are_used_for_other_machines(

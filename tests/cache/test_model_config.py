@@ -10,12 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from lmcache_stream.cache.model_config import ModelConfig, load_model_config
 from lmcache_stream.errors import GeometryError
 from tests.rope.configs import CONFIGS
-from tests.rope.reference import as_transformers_5
+from tests.rope.reference import as_transformers_5, config_object
 
 SMOL = CONFIGS["SmolLM2-135M"]
 DEEPSEEK = {
@@ -73,7 +72,7 @@ def test_sizes(
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_config_object_reads_like_its_dict(name: str) -> None:
     config = CONFIGS[name]
-    read = load_model_config(CONFIG_MAPPING[config["model_type"]](**config), "any")
+    read = load_model_config(config_object(config), "any")
     plain = load_model_config(config, "any")
     assert read is not None
     assert plain is not None

@@ -36,7 +36,8 @@ def chunk(dtype: torch.dtype = torch.float32, *, seed: int = 0) -> Tensor:
 
 def same(one: Tensor, other: Tensor) -> bool:
     bits = BITS[one.dtype.itemsize]
-    return one.dtype == other.dtype and torch.equal(one.contiguous().view(bits), other.contiguous().view(bits))
+    left, right = (tensor.contiguous().view(bits) for tensor in (one, other))
+    return one.dtype == other.dtype and torch.equal(left, right)
 
 
 def contiguous(value: Tensor) -> Tensor:
@@ -176,7 +177,7 @@ def legacy(value: Any) -> bytes:
     return buffer.getvalue()
 
 
-STORAGE_BYTES = legacy(chunk().flatten()._typed_storage())
+STORAGE_BYTES = legacy(chunk().flatten()._typed_storage())  # type: ignore[no-untyped-call]
 
 
 def storage(data: bytes = STORAGE_BYTES) -> bytes:
@@ -238,7 +239,7 @@ CALLS = {
     "numpy scalar": np.float32(1),
     "a class": OrderedDict,
     "a function": torch.load,
-    "a module's function by its own name": torch._utils._rebuild_tensor,  # type: ignore[attr-defined]
+    "a module's function by its own name": torch._utils._rebuild_tensor,
     "a parameter": torch.nn.Parameter(chunk()),
     "a dtype": torch.float32,
     "a device": torch.device("cpu"),
@@ -375,9 +376,7 @@ OTHER_OPCODES = {
     "an out-of-band buffer": b"\x80\x05](\x97e.",
     # BUILD sets attributes: of a tensor past every check, and of the functions themselves for all
     # pickles to come.
-    "state for a tensor": listed(
-        tensor() + b"(" + storage() + body(0) + body((2**20,)) + body((1,)) + b"tb"
-    ),
+    "state for a tensor": listed(tensor() + b"(" + storage() + body(0) + body((2**20,)) + body((1,)) + b"tb"),
     "hooks for a tensor": listed(tensor() + b"(\x88\x89" + body({0: 1}) + b"tb"),
     "state for a storage": listed(tensor(stored=storage() + body({"dtype": 1}) + b"b")),
     "state for a function": listed(
@@ -452,7 +451,8 @@ def test_a_pickle_with_a_changed_byte_gives_chunks_or_an_error() -> None:
 
 @pytest.mark.parametrize("device", ["cuda:0", "mps:0", "xpu:1", "nowhere"])
 def test_storages_of_another_device_become_tensors_of_the_cpu(device: str) -> None:
-    located = STORAGE_BYTES.replace(b"X\x03\x00\x00\x00cpu", b"X" + len(device).to_bytes(4, "little") + device.encode())
+    tag = b"X" + len(device).to_bytes(4, "little") + device.encode()
+    located = STORAGE_BYTES.replace(b"X\x03\x00\x00\x00cpu", tag)
     assert located != STORAGE_BYTES
     (found,) = load(listed(tensor(stored=storage(located))))
     assert found.device.type == "cpu"

@@ -316,9 +316,7 @@ async def test_a_server_that_dies_fails_what_waits_at_once(client: RequestClient
         assert router.url in str(error)
 
 
-async def test_a_call_just_after_the_server_died_fails_at_once(
-    client: RequestClient, router: Router
-) -> None:
+async def test_a_call_just_after_the_server_died_fails_at_once(client: RequestClient, router: Router) -> None:
     await until_up(client)
     router.stop()
     # The loop has not heard of it yet, the socket has.

@@ -8,14 +8,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModel
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from lmcache_stream.cache import layouts, selfcheck
 from lmcache_stream.cache.geometry import KVGeometry
 from lmcache_stream.cache.selfcheck import MAX_SPREAD, check_layer0, measure_spread
 from lmcache_stream.errors import InvalidRequestError, LayoutError
-from lmcache_stream.rope import RopeConfig
+from lmcache_stream.rope import Pairing, RopeConfig
+from tests.rope.reference import config_object, random_model
 
 HEADS, HEAD_SIZE, COUNT = 2, 64, 640
 TOKENS: list[int] = torch.randint(1, 150, (COUNT,), generator=torch.Generator().manual_seed(3)).tolist()
@@ -30,10 +29,10 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 def config_of(model_type: str, **changes: Any) -> dict[str, Any]:
-    sizes = {"vocab_size": 160, "hidden_size": 256, "intermediate_size": 64, "head_dim": HEAD_SIZE}
-    heads = {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": HEADS}
-    fields = {**sizes, **heads, **MODELS[model_type], **changes, "pad_token_id": 0}
-    found: dict[str, Any] = CONFIG_MAPPING[model_type](**fields).to_dict()
+    sizes = {"vocab_size": 160, "hidden_size": 256, "intermediate_size": 64, "pad_token_id": 0}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": HEADS, "head_dim": HEAD_SIZE}
+    fields = {"model_type": model_type, "num_hidden_layers": 1, **sizes, **heads}
+    found: dict[str, Any] = config_object({**fields, **MODELS[model_type], **changes}).to_dict()
     return found
 
 
@@ -43,10 +42,7 @@ def rope_of(model_type: str, **changes: Any) -> RopeConfig:
 
 def layer0_of(model_type: str) -> Tensor:
     """Return bfloat16 K and V ``[2, T, D]`` of a random model, as ``transformers`` caches them."""
-    torch.manual_seed(0)
-    config = CONFIG_MAPPING[model_type](**config_of(model_type))
-    # Not model.bfloat16(): that rounds the frequencies as well, which the check does notice.
-    model = AutoModel.from_config(config, dtype=torch.bfloat16).eval()
+    model = random_model(config_object(config_of(model_type)), torch.bfloat16)
     for name, parameter in model.named_parameters():
         if name.endswith("k_proj.bias"):
             torch.nn.init.normal_(parameter)
@@ -75,12 +71,12 @@ def with_theta(model_type: str, factor: float) -> RopeConfig:
 
 def wrong_ropes(model_type: str) -> dict[str, RopeConfig]:
     right = rope_of(model_type)
-    other = "interleaved" if right.pairing == "half" else "half"
+    other: Pairing = "interleaved" if right.pairing == "half" else "half"
     return {
         "theta * 10": with_theta(model_type, 10),
         "theta / 10": with_theta(model_type, 0.1),
         "theta * 1.1": with_theta(model_type, 1.1),
-        "pairing": dataclasses.replace(right, pairing=other),  # type: ignore[arg-type]
+        "pairing": dataclasses.replace(right, pairing=other),
         "no rotation": dataclasses.replace(right, inv_freq=(0.0,) * len(right.inv_freq)),
         "other way round": dataclasses.replace(right, inv_freq=tuple(-f for f in right.inv_freq)),
         "linear": dataclasses.replace(right, inv_freq=tuple(f / 2 for f in right.inv_freq)),

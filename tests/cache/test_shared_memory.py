@@ -45,9 +45,7 @@ def slot(offset: int = 4096, dtype: str = "float32", shape: tuple[int, ...] = SH
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("offset", [0, 4096, SIZE - 96])
-def test_a_chunk_is_the_bytes_of_its_slot(
-    pool: SharedPool, segment: Path, offset: int, dtype: str
-) -> None:
+def test_a_chunk_is_the_bytes_of_its_slot(pool: SharedPool, segment: Path, offset: int, dtype: str) -> None:
     wanted: torch.dtype = getattr(torch, dtype)
     chunk = pool.chunk(slot(offset, dtype), SHAPE, wanted)
     assert (tuple(chunk.shape), chunk.dtype) == (SHAPE, wanted)
@@ -100,7 +98,13 @@ def test_a_slot_that_is_not_in_the_pool_is_refused(pool: SharedPool, bad: Slot) 
 
 @pytest.mark.parametrize(
     "other",
-    [slot(shape=(2, 3, 5)), slot(shape=(3, 2, 4)), slot(shape=(24,)), slot(dtype="float16"), slot(dtype="int32")],
+    [
+        slot(shape=(2, 3, 5)),
+        slot(shape=(3, 2, 4)),
+        slot(shape=(24,)),
+        slot(dtype="float16"),
+        slot(dtype="int32"),
+    ],
     ids=repr,
 )
 def test_a_slot_of_another_shape_or_dtype_is_told_apart(pool: SharedPool, other: Slot) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -63,7 +63,7 @@ class ScriptedEngine:
                     found = min(cached, len(prompt) - 1) if self.reports_cached else None
                     yield lms.FinishEvent(entry, cached_tokens=found)
                 else:
-                    yield entry
+                    yield cast(Event, entry)
         finally:
             self.closed += 1
 
@@ -74,7 +74,8 @@ class ScriptedEngine:
             known = {key for key in self.server.chunks if key[1] == salt}
             kv = kv_of(whole, self.shape)
             missing = [
-                end for end in range(size, len(whole) + 1, size)
+                end
+                for end in range(size, len(whole) + 1, size)
                 if ("model", salt, tuple(whole[:end])) not in known
             ]
             for end in missing:

@@ -356,9 +356,7 @@ class FakeLMCache:
         for end in range(size, len(tokens) + 1, size):
             self.put_chunk(tokens[:end], kv[:, :, end - size : end], salt=salt, model=model)
 
-    def put_chunk(
-        self, tokens: list[int], kv: torch.Tensor, *, salt: str = "", model: str = "model"
-    ) -> None:
+    def put_chunk(self, tokens: list[int], kv: torch.Tensor, *, salt: str = "", model: str = "model") -> None:
         """Put the last chunk of ``tokens`` in: ``kv`` is ``[2, L, c, D]``."""
         chunk = kv.contiguous()
         key = (model, salt, tuple(tokens))

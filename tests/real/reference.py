@@ -15,7 +15,7 @@ from .install_stack import default_folder, model_of
 def model(dtype: torch.dtype) -> Any:
     from transformers import AutoModelForCausalLM
 
-    loaded = AutoModelForCausalLM.from_pretrained(model_of(default_folder()), dtype=dtype)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(model_of(default_folder()), dtype=dtype)
     return loaded.eval()
 
 
@@ -55,7 +55,7 @@ def prefilled(prompt: list[int], dtype: torch.dtype) -> list[tuple[torch.Tensor,
     from transformers import DynamicCache
 
     network = model(dtype)
-    cache = DynamicCache(config=network.config)
+    cache: Any = DynamicCache(config=network.config)
     network(input_ids=torch.tensor([prompt]), use_cache=True, **{_cache_name(network): cache})
     return [(layer.keys[0], layer.values[0]) for layer in cache.layers]
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import json
 import os
 import secrets
+import signal
 import socket
 import subprocess
 import time
@@ -71,22 +74,33 @@ class Server:
         """End the process: politely first, then, after 20 s, by force."""
         if self.process.poll() is None:
             self.process.terminate()
-            try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(20)
-            except subprocess.TimeoutExpired:
-                self.process.kill()
-                self.process.wait(20)
+        self.kill()
 
     def kill(self) -> None:
-        self.process.kill()
+        """End the process and its children at once."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait(20)
+
+
+def _die_with_parent() -> None:
+    # A test run that is killed must not leave servers behind.
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)
 
 
 def _start(command: list[str | Path], log: Path) -> Server:
     environment = {**os.environ, **_ENVIRONMENT}
     with log.open("wb") as sink:
         process = subprocess.Popen(
-            command, stdout=sink, stderr=subprocess.STDOUT, env=environment, cwd=log.parent
+            command,
+            stdout=sink,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            cwd=log.parent,
+            start_new_session=True,
+            preexec_fn=_die_with_parent,
         )
     return Server(process, log)
 

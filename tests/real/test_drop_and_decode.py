@@ -32,7 +32,7 @@ async def run_async(stack: RealStack, prompt: list[int]) -> Run:
         lms.VLLMCompletions(stack.engine.url, stack.engine.model) as engine,
     ):
         stream = lms.create_request(context, engine, prompt)
-        await stream.generate({"max_tokens": 1})
+        await stream.generate({"max_tokens": 1, "temperature": 0})
         kv = await stream.retrieve_kv()
         await stream.modify_kv(lms.keep(kept_of(kv.shape[2])))
         async with stream.open_generation(GREEDY) as generation:
@@ -48,7 +48,7 @@ def run_sync(stack: RealStack, prompt: list[int]) -> Run:
         sync.VLLMCompletions(stack.engine.url, stack.engine.model) as engine,
     ):
         stream = sync.create_request(context, engine, prompt)
-        stream.generate({"max_tokens": 1})
+        stream.generate({"max_tokens": 1, "temperature": 0})
         kv = stream.retrieve_kv()
         stream.modify_kv(sync.keep(kept_of(kv.shape[2])))
         with stream.open_generation(GREEDY) as generation:
@@ -96,9 +96,9 @@ def test_the_retrieved_kv_is_that_of_transformers(stack: RealStack) -> None:
     prompt = long_prompt(3000)
     kv, _ = with_asyncio(stack, prompt)
     own = reference.prefilled(prompt, stack.dtype)
-    layers = [0, kv.shape[1] - 1]
-    limit = 1e-3 if stack.dtype == torch.float32 else 0.02
-    for layer in layers:
+    # Rounding to bfloat16 adds up from layer to layer; another layout would be off by 1.
+    limits = (1e-4, 1e-3) if stack.dtype == torch.float32 else (0.006, 0.05)
+    for layer, limit in zip((0, kv.shape[1] - 1), limits, strict=True):
         for plane, theirs in enumerate(own[layer]):
             wanted = theirs.transpose(0, 1).reshape(len(prompt), -1)[: kv.shape[2]].float()
             found = kv[plane, layer].float()

@@ -3,19 +3,34 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import AutoModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-__all__ = ["Reference", "as_transformers_5"]
+__all__ = ["Reference", "as_transformers_5", "config_object", "random_model"]
+
+
+def config_object(config: Mapping[str, Any]) -> Any:
+    """Return ``transformers``' own object of a config."""
+    kind: Any = CONFIG_MAPPING[config["model_type"]]
+    return kind(**config)
+
+
+def random_model(config: Any, dtype: torch.dtype = torch.float32) -> Any:
+    """Return a model of that config object with random weights, without a head."""
+    kind: Any = AutoModel
+    torch.manual_seed(0)
+    # Not model.to(dtype): that would round the frequencies as well.
+    return kind.from_config(config, dtype=dtype).eval()
 
 
 def as_transformers_5(config: dict[str, Any]) -> dict[str, Any]:
     """Return what the installed ``transformers``, 5 or later, writes for the same model."""
-    written: dict[str, Any] = CONFIG_MAPPING[config["model_type"]](**config).to_dict()
+    written: dict[str, Any] = config_object(config).to_dict()
     assert "rope_parameters" in written
     assert "rope_scaling" not in written
     return written
@@ -33,7 +48,7 @@ class Reference:
         name = config["model_type"]
         module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
         rotary = next(k for k in vars(module) if k.endswith("RotaryEmbedding"))
-        self._module = getattr(module, rotary)(CONFIG_MAPPING[name](**config))
+        self._module = getattr(module, rotary)(config_object(config))
         self._apply: Callable[..., tuple[Tensor, Tensor]] = module.apply_rotary_pos_emb
         self._module(torch.zeros(1), positions[None])
         self.inv_freq: Tensor = self._module.inv_freq

@@ -67,6 +67,13 @@ def test_longrope_changes_its_factors_beyond_the_trained_length(
     assert torch.equal(torch.tensor(rope.inv_freq, dtype=torch.float32), wanted)
 
 
+def test_a_window_that_is_switched_off() -> None:
+    config = changed(model_type="qwen2", sliding_window=4096, use_sliding_window=False)
+    RopeConfig.from_model_config(config)
+    with pytest.raises(GeometryError, match="window of 4096"):
+        RopeConfig.from_model_config({**config, "use_sliding_window": True})
+
+
 def test_yarn_options_are_read() -> None:
     options = {"beta_fast": 16, "beta_slow": 2, "truncate": False, "attention_factor": 1.25}
     yarn = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 4096}

@@ -1,0 +1,69 @@
+"""The figures of a pass against tables computed by hand."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+import lmcache_stream as lms
+
+
+def figures(arrivals: list[float], *, ended: float = 20.0) -> lms.StreamPerfMetrics:
+    return lms.StreamPerfMetrics.from_arrivals(
+        started=10.0,
+        ended=ended,
+        arrivals=arrivals,
+        input_tokens=100,
+        cached_tokens=64,
+        finish_reason="stop",
+    )
+
+
+@pytest.mark.parametrize(
+    ("arrivals", "ttft", "tpot", "itl"),
+    [
+        ([], None, None, ()),
+        ([11.0], 1.0, None, ()),
+        ([11.0, 13.0], 1.0, 2.0, (2.0,)),
+        # Events with 1, 4 and 3 ids: two gaps, and eight tokens, so that TPOT divides by seven.
+        ([11.0, *[12.0] * 4, *[18.0] * 3], 1.0, 1.0, (1.0, 6.0)),
+        ([11.0] * 5, 1.0, 0.0, ()),
+    ],
+)
+def test_latencies_are_vllm_s(
+    arrivals: list[float], ttft: float | None, tpot: float | None, itl: tuple[float, ...]
+) -> None:
+    metrics = figures(arrivals)
+    assert (metrics.ttft, metrics.tpot, metrics.itl) == (ttft, tpot, itl)
+    assert metrics.output_tokens == len(arrivals)
+    assert metrics.output_tput == len(arrivals) / 10.0
+    assert (metrics.duration, metrics.input_tput) == (10.0, 10.0)
+
+
+def test_a_pass_of_no_duration_has_no_throughput() -> None:
+    metrics = figures([], ended=10.0)
+    assert (metrics.input_tput, metrics.output_tput) == (0.0, 0.0)
+
+
+async def test_a_stream_measures_by_the_events_arrival() -> None:
+    async def post(*_: Any) -> AsyncIterator[lms.TokenEvent | lms.FinishEvent]:
+        for token, arrived in ((1, 100.5), (2, 101.0), (3, 101.0), (4, 104.0)):
+            yield lms.TokenEvent(token, arrived=arrived)
+        yield lms.FinishEvent("length", cached_tokens=3)
+
+    from lmcache_stream._state import StreamState
+    from lmcache_stream._turns import Turns
+
+    no_cache: Any = None
+    state = StreamState([7, 8, 9, 10], "")
+    generation = lms.Generation(no_cache, post, state, {}, [], Turns())
+    async with generation:
+        async for _ in generation:
+            pass
+    metrics = generation.metrics
+    assert metrics.itl == (0.5, 3.0)
+    assert metrics.tpot == pytest.approx(3.5 / 3)
+    assert (metrics.input_tokens, metrics.output_tokens, metrics.cached_tokens) == (4, 4, 3)
+    assert metrics.finish_reason == "length"
