@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from .._checks import checked_token_ids
 from ..errors import InvalidRequestError, LayoutError
 from ..rope import RopeConfig, rotate_keys
 
@@ -55,12 +56,13 @@ def measure_spread(
         InvalidRequestError: shapes and counts do not fit.
         GeometryError: the width of the keys does not fit ``rope``.
     """
-    if keys.dim() != 2 or len(keys) != len(tokens):
-        raise InvalidRequestError(f"keys of layer 0 must be [{len(tokens)}, D], not {tuple(keys.shape)}")
-    rows, groups = _repeats(tokens)
+    ids = checked_token_ids(tokens, "tokens")
+    if keys.dim() != 2 or len(keys) != len(ids):
+        raise InvalidRequestError(f"keys of layer 0 must be [{len(ids)}, D], not {tuple(keys.shape)}")
+    rows, groups = _repeats(ids)
     if len(rows) < _MIN_ROWS:
         return None
-    where = torch.as_tensor(range(len(tokens)) if positions is None else positions)[rows]
+    where = torch.as_tensor(range(len(ids)) if positions is None else positions)[rows]
     still = rotate_keys(keys[rows].float(), where, torch.zeros_like(where), rope).double()
     total = still.square().sum().item()
     if not math.isfinite(total) or total == 0:

@@ -1,7 +1,7 @@
 """Which model types are known to rotate how.
 
 Read from the modelling code of ``transformers`` 5.24, and tested against it: the keys of a tiny
-model of each type, in every layer, move as this table says (``tests/test_rope.py``). A config does
+model of each type, in every layer, move as this table says (``tests/rope/test_families.py``). A config does
 not tell the pairing, so a type that is not here is refused rather than taken for the usual one.
 """
 

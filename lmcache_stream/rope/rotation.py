@@ -22,6 +22,7 @@ _UNSPLIT_BLOCK = (1 << 15) - 1
 # Rows whose cos and sin are computed together: those are split among threads at any size.
 _SPAN = 4096
 _KEY_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+_POSITION_DTYPES = (torch.int64, torch.int32)
 
 Positions = Tensor | Sequence[int]
 
@@ -68,11 +69,11 @@ def rotate_keys(
     planes = list(zip(_planes(keys, rope), _planes(out, rope), strict=True))
     elements = _BLOCK if torch.get_num_threads() == 1 else _UNSPLIT_BLOCK
     rows = max(1, elements // keys.shape[-1])
-    for first in range(0, len(deltas), _SPAN):
-        span = _Span(rope, deltas[first : first + _SPAN], keys)
-        for start in range(0, len(span.deltas), rows):
-            block = span.block(start, rows)
-            begin, end = first + start, first + start + len(block)
+    for first, last in _spans(deltas):
+        span = _Span(rope, deltas[first:last], keys)
+        for begin in range(first, last, rows):
+            end = min(begin + rows, last)
+            block = span.block(begin - first, end - first)
             chosen = slice(begin, end) if select is None else _narrowed(select[begin:end])
             for source, target in planes:
                 if isinstance(chosen, slice):
@@ -88,7 +89,8 @@ def _deltas(from_positions: Positions, to_positions: Positions) -> Tensor:
     pair = []
     for name, given in (("from_positions", from_positions), ("to_positions", to_positions)):
         positions = torch.as_tensor(given)
-        if positions.dim() != 1 or (len(positions) and positions.is_floating_point()):
+        # torch takes an empty list for floats.
+        if positions.dim() != 1 or (len(positions) and positions.dtype not in _POSITION_DTYPES):
             raise InvalidRequestError(f"{name} must be a flat sequence of ints")
         pair.append(positions.to(torch.int64))
     if len(pair[0]) != len(pair[1]):
@@ -126,12 +128,21 @@ def _narrowed(rows: Tensor) -> Tensor | slice:
     return rows
 
 
+def _spans(deltas: Tensor) -> Iterator[tuple[int, int]]:
+    """Yield ranges of at most ``_SPAN`` rows; those before the first dropped token keep apart."""
+    moving = (deltas != 0).nonzero()
+    first_moving = int(moving[0]) if len(moving) else len(deltas)
+    for start, stop in ((0, first_moving), (first_moving, len(deltas))):
+        for first in range(start, stop, _SPAN):
+            yield first, min(first + _SPAN, stop)
+
+
 class _Span:
     """Cos and sin of many rows."""
 
     def __init__(self, rope: RopeConfig, deltas: Tensor, keys: Tensor) -> None:
-        self.deltas = deltas
         self._rope = rope
+        self._deltas = deltas
         self._width = keys.shape[-1]
         dtype = torch.promote_types(keys.dtype, torch.float32)
         # Behind a dropped range all rows move by the same: one row of cos and sin does for them.
@@ -140,13 +151,12 @@ class _Span:
         angles = (distinct.to(inv_freq).unsqueeze(1) * inv_freq).unsqueeze(1)
         self._cos, self._sin = angles.cos().to(dtype), angles.sin().to(dtype)
 
-    def block(self, start: int, rows: int) -> _Block:
-        """Return the rotation of at most ``rows`` rows from ``start`` on."""
-        deltas = self.deltas[start : start + rows]
-        if len(self._cos) == 1:
-            return _Block(self._rope, deltas, self._cos, self._sin, self._width)
-        chosen = slice(start, start + rows)
-        return _Block(self._rope, deltas, self._cos[chosen], self._sin[chosen], self._width)
+    def block(self, start: int, stop: int) -> _Block:
+        """Return the rotation of some of the rows."""
+        cos, sin = self._cos, self._sin
+        if len(cos) > 1:
+            cos, sin = cos[start:stop], sin[start:stop]
+        return _Block(self._rope, self._deltas[start:stop], cos, sin, self._width)
 
 
 class _Block:
@@ -165,7 +175,6 @@ class _Block:
         self._is_partial = rope.rotary_dim < rope.head_size
         self._still = (deltas == 0).nonzero().squeeze(1).to(cos.device)
         self.is_still = len(self._still) == len(deltas)
-        self._rows = len(deltas)
         shape = (len(deltas), width // rope.head_size, self._dim)
         self._loaded: Tensor = torch.empty(shape, dtype=cos.dtype, device=cos.device)
         if self._is_half:
@@ -175,9 +184,6 @@ class _Block:
         else:
             self._spin = torch.complex(cos, sin)
             self._pairs = torch.view_as_complex(self._loaded.view(*shape[:2], -1, 2))
-
-    def __len__(self) -> int:
-        return self._rows
 
     def rotate(self, old: Tensor, new: Tensor) -> None:
         """Fill ``new``, ``[n, heads, head_size]``, from ``old``, which may be the same memory."""

@@ -45,11 +45,10 @@ class Request:
 class Router:
     """A ROUTER that answers nothing by itself."""
 
-    def __init__(self) -> None:
+    def __init__(self, port: int = 0) -> None:
         self._context = zmq.asyncio.Context()
         self._socket: zmq.asyncio.Socket | None = None
-        self.port = 0
-        self.open()
+        self.port = port
 
     @property
     def url(self) -> str:
@@ -97,6 +96,7 @@ class Router:
 @pytest.fixture
 async def router() -> AsyncIterator[Router]:
     opened = Router()
+    opened.open()
     yield opened
     opened.close()
 
@@ -255,8 +255,8 @@ async def test_where_nothing_listens_the_connect_timeout_ends_it() -> None:
         assert client.connections == 0
 
 
-async def test_a_server_that_comes_while_it_is_waited_for_is_taken(router: Router) -> None:
-    router.stop()
+async def test_a_server_that_comes_while_it_is_waited_for_is_taken() -> None:
+    router = Router(free_port())
     async with connected(router.url) as client:
         call = asyncio.create_task(ask(client))
         await asyncio.sleep(0.3)
@@ -264,6 +264,7 @@ async def test_a_server_that_comes_while_it_is_waited_for_is_taken(router: Route
         await router.reply(await router.receive(), 5)
         assert await call == 5
         assert client.connections == 1
+    router.close()
 
 
 async def test_an_http_server_there_is_told_apart() -> None:

@@ -186,6 +186,11 @@ def test_too_few_repeats_tell_nothing(tokens: list[int], can_tell: bool, layer0:
         assert check_layer0(keys, tokens, rope, layout="fused") is None
 
 
+def test_tokens_may_be_a_tensor(layer0: dict[str, Tensor]) -> None:
+    keys, rope, tokens = layer0["llama"][0], rope_of("llama"), torch.tensor(TOKENS)
+    assert measure_spread(keys, tokens, rope) == measure_spread(keys, TOKENS, rope)  # type: ignore[arg-type]
+
+
 def test_the_measure_itself() -> None:
     """Eight pairs of orthogonal unit vectors: half of their length is off the mean."""
     rope = RopeConfig(head_size=2, inv_freq=(0.0,), pairing="half")

@@ -180,6 +180,7 @@ def test_nothing_to_move() -> None:
         (torch.zeros(4, 8), range(3), range(3), InvalidRequestError, "3 positions do not fit"),
         (torch.zeros(4, 8), range(4), range(3), InvalidRequestError, "4 positions cannot move to 3"),
         (torch.zeros(4, 8), range(4), [0.5] * 4, InvalidRequestError, "flat sequence of ints"),
+        (torch.zeros(4, 8), range(4), [True] * 4, InvalidRequestError, "flat sequence of ints"),
         (torch.zeros(4, 8), [range(4)], range(4), InvalidRequestError, "flat sequence of ints"),
     ],
 )
