@@ -300,6 +300,27 @@ async def test_closing_waits_for_work_that_the_work_began(home: Background) -> N
     assert second.state == "done"
 
 
+async def test_work_that_is_cancelled_by_the_closing_begins_no_more(home: Background) -> None:
+    second = Work()
+    refused: list[ClosedError] = []
+
+    async def first() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            try:
+                home.spawn(second())
+            except ClosedError as error:
+                refused.append(error)
+
+    home.spawn(first())
+    await turns(2)
+    with anyio.fail_after(10):
+        assert await home.aclose() == 1
+    assert len(refused) == 1
+    assert second.state == "not begun"
+
+
 async def test_who_waits_when_the_home_closes_is_told_so_and_not_cancelled(home: Background) -> None:
     waiting = asyncio.ensure_future(home.finish(Work()(), grace=60))
     await turns(3)

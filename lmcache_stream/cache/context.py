@@ -254,7 +254,8 @@ class AsyncLMCacheContext:
             if shape != mismatch.shape:
                 raise mismatch
             logger.info("the engine of %s keeps its KV in %s", self.model_name, mismatch.dtype)
-            await self._peer.register(changed)
+            # To its end: the registration before it has to end too.
+            await self._peer.background.finish(self._peer.register(changed))
             self._assumed = False
 
     def _check_open(self) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import secrets
 from dataclasses import dataclass
 
 import anyio
 
-from ..errors import CacheError, CacheTimeoutError
+from ..errors import CacheError, CacheTimeoutError, ClosedError
 from .messages import END_SESSION, FREE_LOOKUP_LOCKS, LOOKUP, QUERY_PREFETCH_STATUS
 from .peer import LATE_SECONDS, Peer
 
@@ -75,17 +76,18 @@ class Lookups:
     async def release(self, lease: PrefixLease, *, start: int = 0) -> None:
         """Give back the locks from chunk ``start`` on and end the session; once, later calls do nothing.
 
-        Raises nothing for a server that is gone or silent: then the locks end with it or with their
-        time to live.
+        Raises nothing for a server that is gone or silent, nor after closing: then the locks end with
+        it or with their time to live.
         """
         if not lease.released:
             lease.released = True
             work = self.give_back(lease, start=start)
-            if self._peer.requests.is_up:
-                await self._peer.background.finish(work)
-            else:
-                # The locks may be gone with the server; whoever released must not wait to know.
-                self._peer.background.spawn(work)
+            with contextlib.suppress(ClosedError):
+                if self._peer.requests.is_up:
+                    await self._peer.background.finish(work)
+                else:
+                    # The locks may be gone with the server; whoever released must not wait to know.
+                    self._peer.background.spawn(work)
 
     async def _look_up(self, lease: PrefixLease) -> None:
         peer = self._peer
@@ -103,7 +105,9 @@ class Lookups:
 
     def _follow(self, lease: PrefixLease, outcome: asyncio.Future[None]) -> None:
         lease.released = True
-        self._peer.background.spawn(self._release_after(lease, outcome))
+        # Called on the way out of an error or a cancellation, which a closed home must not replace.
+        with contextlib.suppress(ClosedError):
+            self._peer.background.spawn(self._release_after(lease, outcome))
 
     async def _release_after(self, lease: PrefixLease, outcome: asyncio.Future[None]) -> None:
         try:

@@ -111,8 +111,11 @@ class Peer:
         return result
 
     async def ensure_registered(self) -> None:
-        """Register again after idleness, or after the connection came up anew."""
-        if self._is_fresh():
+        """Register again after idleness, or after the connection came up anew.
+
+        A registration that is under way is waited for: the server works on requests side by side.
+        """
+        if self._is_fresh() and not self._registering.locked():
             return
         async with self._registering:
             if not self._is_fresh():

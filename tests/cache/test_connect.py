@@ -276,15 +276,20 @@ def ways_through(server: FakeLMCache) -> dict[str, Attempt]:
     return {"awaited": awaited, "entered": entered, "refused": refused, "used": used}
 
 
+async def settled(attempt: Attempt) -> tuple[int, int]:
+    """What there is after a first attempt, when the server's own threads and sockets are up."""
+    await attempt()
+    await asyncio.sleep(0.05)
+    return possessions()
+
+
 WAYS = ["awaited", "entered", "refused", "used"]
 
 
 @pytest.mark.parametrize("way", WAYS)
 async def test_a_cancel_at_any_suspension_leaves_nothing(server: FakeLMCache, way: str) -> None:
     attempt = ways_through(server)[way]
-    await attempt()
-    await asyncio.sleep(0.05)
-    before = possessions()
+    before = await settled(attempt)
     for number in range(1, 1000):
         server.clear(force=True)
         if not await cancelled_at(attempt(), number):
@@ -297,9 +302,7 @@ async def test_a_cancel_at_any_suspension_leaves_nothing(server: FakeLMCache, wa
 @pytest.mark.parametrize("way", WAYS)
 async def test_a_cancel_at_any_turn_leaves_nothing(server: FakeLMCache, way: str) -> None:
     attempt = ways_through(server)[way]
-    await attempt()
-    await asyncio.sleep(0.05)
-    before = possessions()
+    before = await settled(attempt)
     turns = 0
     while True:
         server.clear(force=True)
@@ -321,7 +324,7 @@ async def test_a_cancel_at_any_turn_leaves_nothing(server: FakeLMCache, way: str
 
 
 async def test_cancels_without_end_do_not_interrupt_the_closing(server: FakeLMCache) -> None:
-    before = possessions()
+    before = await settled(ways_through(server)["awaited"])
     server.delays = {"unregister_kv_cache_engine_driven_context": 0.1}
 
     async def work() -> None:
@@ -371,6 +374,38 @@ async def test_closing_ends_what_waits_with_a_closed_error(
     done, late = await asyncio.wait(waiting, timeout=8)
     assert not late
     assert {type(task.exception()) for task in done} == {lms.ClosedError}
+
+
+@pytest.mark.parametrize("turns", range(12))
+async def test_a_cancel_while_closing_is_still_a_cancel(
+    server: FakeLMCache, monkeypatch: pytest.MonkeyPatch, turns: int
+) -> None:
+    monkeypatch.setattr("lmcache_stream.cache.context._CLOSE_GRACE", 0)
+    context = await connecting(server)
+    await context.store(random_kv(12), TOKENS)
+    server.silent = {"prepare_retrieve"}
+    waiting = [asyncio.create_task(context.retrieve(TOKENS)) for _ in range(2)]
+    await asyncio.sleep(0.05)
+    server.silent.add("query_prefetch_status")
+    waiting.append(asyncio.create_task(context.retrieve(TOKENS)))
+    await asyncio.sleep(0.05)
+    closing = asyncio.create_task(context.aclose())
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    cancelled = [task.cancel() for task in waiting]
+    await asyncio.wait([closing, *waiting])
+    for task, was_cancelled in zip(waiting, cancelled, strict=True):
+        assert task.cancelled() is was_cancelled
+
+
+async def test_a_lease_may_be_given_back_after_the_closing(server: FakeLMCache) -> None:
+    context = await connecting(server)
+    await context.store(random_kv(12), TOKENS)
+    lease = await context.pin(TOKENS)
+    assert lease.chunks == 3
+    await context.aclose()
+    await context.unpin(lease)
+    await context.unpin(lease)
 
 
 # Restarts.
@@ -489,6 +524,30 @@ async def test_many_first_retrieves_correct_it_once(server: FakeLMCache) -> None
         assert server.calls.count("register_kv_cache_engine_driven_context") == 1
         assert len(server.registered) == 1
         assert server.locked == (0, 0)
+
+
+async def test_a_cancel_anywhere_in_the_correction_leaves_one_registration(server: FakeLMCache) -> None:
+    kv = random_kv(12).bfloat16()
+    server.put(TOKENS, kv)
+    turns = 0
+    while True:
+        async with connecting(server, geometry=None, model_config=CONFIG) as context:
+            task = asyncio.create_task(context.retrieve(TOKENS))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            came_through = task.done()
+            task.cancel()
+            await asyncio.wait({task})
+            found = await context.retrieve(TOKENS)
+            assert found is not None
+            assert torch.equal(found, kv)
+            assert [entry.dtype for entry in server.registered.values()] == [torch.bfloat16], f"turn {turns}"
+        assert server.registered == {}
+        assert server.locked == (0, 0)
+        if came_through:
+            break
+        turns += 1
+    assert turns > 20
 
 
 async def test_before_any_retrieve_an_assumed_dtype_stores_nothing(server: FakeLMCache) -> None:
