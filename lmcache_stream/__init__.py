@@ -1,5 +1,6 @@
 """Edit the KV cache of a running vLLM + LMCache from asyncio: prefill, drop tokens, decode."""
 
+from ._editing import KVEdit
 from ._state import EditReport
 from .cache.connect import connect
 from .cache.context import AsyncLMCacheContext
@@ -61,6 +62,7 @@ __all__ = [
     "Generation",
     "GeometryError",
     "InvalidRequestError",
+    "KVEdit",
     "KVGeometry",
     "KVNotReadyError",
     "Keep",

@@ -130,15 +130,20 @@ class Background:
                     await asyncio.wait({outcome}, timeout=grace)
             raise
 
+    async def settle(self, grace: float) -> int:
+        """Wait ``grace`` seconds for what runs and return how many of it still do."""
+        end = anyio.current_time() + grace
+        # What runs may begin more.
+        while self._tasks and (time_left := end - anyio.current_time()) > 0:
+            await asyncio.wait(self._tasks, timeout=time_left)
+        return len(self._tasks)
+
     async def aclose(self, *, grace: float = 0.0) -> int:
         """Wait ``grace`` seconds for what runs, cancel the rest and return how many that were."""
         if self._host is None:
             return 0
-        end = anyio.current_time() + grace
         with anyio.CancelScope(shield=True):
-            # What runs may begin more.
-            while self._tasks and (left_over := end - anyio.current_time()) > 0:
-                await asyncio.wait(self._tasks, timeout=left_over)
+            await self.settle(grace)
             left = list(self._tasks)
             for task in left:
                 task.cancel()

@@ -30,10 +30,9 @@ async def apply_edit(context: AsyncLMCacheContext, fn: KVEdit, kv: torch.Tensor,
         InvalidRequestError: the result is no pair.
         GeometryError, LayoutError: the edit cannot be done right for this model.
     """
-    await context.check_layout(kv, tokens)
     if isinstance(fn, Keep):
         kept = fn.kept_indices(len(tokens))
-        return await context.workers.run(drop_tokens, kv, tokens, kept, context.rope)
+        return await context.edit_workers.run(drop_tokens, kv, tokens, kept, context.rope)
     # An object counts as asynchronous by its __call__.
     call = getattr(fn, "__call__", None)  # noqa: B004
     edited: Any
@@ -41,7 +40,7 @@ async def apply_edit(context: AsyncLMCacheContext, fn: KVEdit, kv: torch.Tensor,
         edited = fn(kv, tokens)
         edited = await edited
     else:
-        edited = await context.workers.run(fn, kv, tokens)
+        edited = await context.edit_workers.run(fn, kv, tokens)
         if inspect.isawaitable(edited):
             edited = await edited
     try:

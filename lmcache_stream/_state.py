@@ -96,8 +96,10 @@ class StreamState:
         self.text.append(text)
 
     def tail(self) -> list[int]:
-        """Return what follows the prefix of the last retrieve, which an edit must not lose."""
-        return [] if self.retrieved is None else self.tokens[self.retrieved :]
+        """Return what follows the prefix of the last retrieve or edit, which an edit must not lose."""
+        if self.retrieved is not None:
+            return self.tokens[self.retrieved :]
+        return self.tokens[self.edited :] if self.edited else []
 
     def replace(
         self, tokens: Sequence[int], suffix: Sequence[int], cache_salt: str, report: EditReport

@@ -26,9 +26,17 @@ class Workers:
     async def run(self, function: Callable[..., T], *arguments: Any) -> T:
         """Run ``function`` in a thread; a cancelled caller leaves at once, the thread goes on."""
         context = contextvars.copy_context()
-        work = partial(context.run, function, *arguments)
+        work = partial(context.run, _guarded, function, *arguments)
         return await asyncio.get_running_loop().run_in_executor(self._executor, work)
 
     def close(self) -> None:
         """Let the threads end when they are through with what they do; idempotent."""
         self._executor.shutdown(wait=False, cancel_futures=True)
+
+
+def _guarded(function: Callable[..., T], *arguments: Any) -> T:
+    try:
+        return function(*arguments)
+    except StopIteration as error:
+        # No future can carry it: whoever awaits would wait for ever.
+        raise RuntimeError(f"{function!r} raised StopIteration") from error

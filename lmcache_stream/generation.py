@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import time
 import warnings
@@ -22,6 +23,7 @@ from .errors import (
     EngineStreamError,
     InvalidRequestError,
     LMCacheStreamError,
+    StreamBusyError,
 )
 from .metrics import StreamPerfMetrics
 
@@ -29,6 +31,10 @@ __all__ = ["Generation"]
 
 # What vLLM decodes where max_tokens is absent.
 _DEFAULT_MAX_TOKENS = 16
+# Finish reasons that are no end of an answer.
+_FAILURES = ("abort", "error")
+# What is left to do when edited KV is gone.
+_ADVICE = "Store the edit again with update_kv(), or open a new stream"
 
 
 class Generation:
@@ -64,6 +70,11 @@ class Generation:
         self._started = 0.0
         self._is_taken = False
         self._is_closed = False
+        self._is_stopped = False
+        self._over = asyncio.Event()
+        self._pending: asyncio.Task[Any] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._ended = 0.0
         self._metrics: StreamPerfMetrics | None = None
 
     @property
@@ -104,6 +115,9 @@ class Generation:
     async def __anext__(self) -> TokenEvent:
         if self._is_closed:
             raise StopAsyncIteration
+        if self._pending is not None:
+            raise StreamBusyError("two tasks iterate one generation: one at a time")
+        self._pending = task = asyncio.current_task()
         try:
             await self._begin()
             event = await self._next_token()
@@ -115,7 +129,14 @@ class Generation:
                     await self._blame_the_cache(error)
             finally:
                 await self.aclose()
+            if self._is_stopped and isinstance(error, asyncio.CancelledError):
+                # Not this task's cancellation, but another's `aclose`: for this one it is the end.
+                assert task is not None
+                task.uncancel()
+                raise StopAsyncIteration from None
             raise
+        finally:
+            self._pending = None
         if event is None:
             await self.aclose()
             raise StopAsyncIteration
@@ -126,14 +147,15 @@ class Generation:
             raise ClosedError("this generation is over: open another one")
         if self._end_turn is not None:
             return
+        self._loop = asyncio.get_running_loop()
         self._end_turn = self._turns.take("a generation")
         state = self._state
         self._prompt = state.prompt(self._extra)
         self._edited = state.edited
         if self._edited:
             await self._pin_edited()
-        self._started = time.perf_counter()
-        source: Any = self._post_completion(self._prompt, self._params, state.cache_salt)
+        # Copies, because what a PostCompletion does to its arguments is not the stream's business.
+        source: Any = self._post_completion(list(self._prompt), dict(self._params), state.cache_salt)
         if not hasattr(source, "__aiter__"):
             if inspect.iscoroutine(source):
                 source.close()
@@ -154,11 +176,13 @@ class Generation:
                 f"{found} of {self._edited} edited tokens are left in LMCache under the salt "
                 f"{state.cache_salt!r} (cleared, evicted or restarted); nothing was sent"
             )
-        raise CacheLostError(f"{state.lost}. Store the edit again with update_kv()")
+        raise CacheLostError(f"{state.lost}. {_ADVICE}")
 
     async def _next_token(self) -> TokenEvent | None:
         source = self._source
         assert source is not None
+        if not self._started:
+            self._started = time.perf_counter()
         while True:
             try:
                 event = await anext(source)
@@ -166,7 +190,7 @@ class Generation:
                 return None
             if isinstance(event, TokenEvent):
                 arrived = time.perf_counter() if event.arrived is None else event.arrived
-                await self._take()
+                self._take()
                 self._arrivals.append(arrived)
                 self._ids.append(event.token_id)
                 self._state.append(event.token_id, event.text)
@@ -176,34 +200,40 @@ class Generation:
                     f"post_completion yielded a {type(event).__name__}, not a TokenEvent or FinishEvent"
                 )
             self._finish = event
-            if event.reason is not None:
-                await self._take()
+            if event.reason is not None and event.reason not in _FAILURES:
+                self._take()
             if event.text:
                 self._state.text.append(event.text)
 
-    async def _take(self) -> None:
+    def _take(self) -> None:
         if not self._is_taken:
             self._is_taken = True
             self._state.take(self._extra)
-            await self._unpin()
+            self._unpin()
 
-    async def _unpin(self) -> None:
+    def _unpin(self) -> None:
         lease, self._lease = self._lease, None
         if lease is not None:
-            await self._context.unpin(lease)
+            # Neither the first token nor a cancellation waits for the cache server.
+            self._context.unpin_soon(lease)
 
     def _conclude(self) -> None:
         """The engine came to its end: check what it says of it, then believe it."""
         state = self._state
         reason = self.finish_reason
-        if reason in ("abort", "error"):
+        self._ended = time.perf_counter()
+        if reason in _FAILURES:
             raise EngineStreamError(
                 f"the engine ended the pass with {reason!r} after {len(self._ids)} tokens: see its log",
                 token_ids=self._ids,
             )
-        if not self._is_taken:
-            self._is_taken = True
-            state.take(self._extra)
+        told = self._finish.prompt_tokens if self._finish else None
+        if told is not None and told != len(self._prompt):
+            raise EngineStreamError(
+                f"the engine worked on {told} prompt tokens, but {len(self._prompt)} were sent: does it, "
+                "or a proxy before it, cut or change prompts?",
+                token_ids=self._ids,
+            )
         if self._edited:
             self._confirm_edited()
         if reason is None:
@@ -232,7 +262,7 @@ class Generation:
                 f"the engine failed ({error}), and {found} of {self._edited} edited tokens are left in "
                 f"LMCache under the salt {state.cache_salt!r}"
             )
-            raise CacheLostError(f"{state.lost}. Store the edit again with update_kv()") from error
+            raise CacheLostError(f"{state.lost}. {_ADVICE}") from error
 
     def _confirm_edited(self) -> None:
         state = self._state
@@ -252,10 +282,20 @@ class Generation:
                 f"edited KV under the salt {state.cache_salt!r} was gone, so this answer is not the "
                 "edit's"
             )
-            raise CacheLostError(f"{state.lost}. Store the edit again with update_kv()")
+            raise CacheLostError(f"{state.lost}. {_ADVICE}")
 
     async def aclose(self) -> None:
-        """End the pass: abort it in the engine if it still runs, give everything back. Idempotent."""
+        """End the pass: abort it in the engine if it still runs, give everything back. Idempotent.
+
+        May be called while another task waits for the next token: for that one the pass is over.
+        """
+        pending = self._pending
+        if pending is not None and pending is not asyncio.current_task():
+            self._is_stopped = True
+            pending.cancel()
+            with anyio.CancelScope(shield=True):
+                await self._over.wait()
+            return
         if self._is_closed:
             return
         self._is_closed = True
@@ -266,19 +306,26 @@ class Generation:
                     if close is not None:
                         await close()
                 finally:
-                    await self._unpin()
+                    self._unpin()
         finally:
             self._metrics = StreamPerfMetrics.from_arrivals(
                 started=self._started,
-                ended=time.perf_counter() if self._started else 0.0,
+                ended=(self._ended or time.perf_counter()) if self._started else 0.0,
                 arrivals=self._arrivals,
                 input_tokens=len(self._prompt),
                 cached_tokens=self._finish.cached_tokens if self._finish else None,
                 finish_reason=self.finish_reason,
             )
+            self._over.set()
             if self._end_turn is not None:
                 self._end_turn()
 
     def __del__(self) -> None:
-        if getattr(self, "_end_turn", None) is not None and not self._is_closed:
-            warnings.warn(f"{self!r} was not closed", ResourceWarning, source=self, stacklevel=2)
+        if getattr(self, "_end_turn", None) is None or self._is_closed:
+            return
+        assert self._end_turn is not None
+        warnings.warn(f"{self!r} was not closed", ResourceWarning, source=self, stacklevel=2)
+        # Left by a bare `break`: the stream must be usable again, and the locks go back.
+        self._end_turn()
+        if self._lease is not None and self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._context.unpin_soon, self._lease)

@@ -185,9 +185,11 @@ class AsyncLMCacheStream:
         computes it anew (``edits[-1].recomputed_tokens``).
 
         Args:
-            kv: ``[2, L, T, D]`` of the cache's dtype, K rotated at positions 0 to T - 1.
+            kv: ``[2, L, T, D]`` of the cache's dtype, K rotated at positions 0 to T - 1. It is read until
+                the store is over, which may be after a cancelled call: do not write into it.
             tokens: T token ids.
-            tail: what follows; by default what followed the prefix of the last ``retrieve_kv``.
+            tail: what follows; by default what followed the prefix of the last ``retrieve_kv``, or of the
+                last edit where nothing was retrieved since.
             timeout: seconds within which every chunk must be in.
 
         Raises:
@@ -236,7 +238,7 @@ class AsyncLMCacheStream:
     async def _retrieve(self, timeout: float, poll_interval: float, min_tokens: int | None) -> torch.Tensor:
         state = self._state
         if state.lost:
-            raise CacheLostError(f"{state.lost}. Store the edit again with update_kv()")
+            raise CacheLostError(f"{state.lost}. Store the edit again with update_kv(), or open a new stream")
         return await wait_for_prefix(
             self._context,
             state.tokens[: state.cacheable(self._context.chunk_size)],

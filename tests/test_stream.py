@@ -93,7 +93,6 @@ async def test_a_pass_appends_its_ids_to_the_sequence_and_to_the_output(
         ([1] * 15, {}, True),
         ([1] * 15, {"max_tokens": None}, True),
         (["stop"], {"max_tokens": 2}, True),
-        ([], {"max_tokens": 2}, True),
     ],
 )
 async def test_done_is_what_the_finish_reason_says(
@@ -311,10 +310,10 @@ async def test_update_by_hand_keeps_the_tail_of_the_last_retrieve(
     assert stream.suffix_tokens() == (*PROMPT[16:], 1)
     await stream.update_kv(kv[:, :, :4].contiguous(), PROMPT[:4], tail=[3])
     assert stream.suffix_tokens() == (3, *PROMPT[16:], 1)
-    # A generation forgets what was retrieved before it: then nothing is known to follow.
-    await stream.generate({"max_tokens": 1})
+    # A generation forgets what was retrieved before it: then all behind the edit follows.
+    await stream.generate({"max_tokens": 1}, suffix_tokens=[900])
     await stream.update_kv(kv[:, :, :4].contiguous(), PROMPT[:4])
-    assert stream.suffix_tokens() == ()
+    assert stream.suffix_tokens() == (3, *PROMPT[16:], 1, 900, 1)
 
 
 async def test_kv_that_is_not_there_is_not_edited(
@@ -509,7 +508,7 @@ async def test_a_cancel_at_every_await_of_a_generation_gives_everything_back(
         if not was_cancelled:
             break
         await stream.generate({"max_tokens": 1})
-    assert number > 4
+    assert number > 3
 
 
 @pytest.mark.parametrize(
@@ -546,6 +545,105 @@ async def test_what_is_no_post_completion_is_refused(
         assert stream.tokens == tuple(PROMPT)
     with pytest.raises(lms.InvalidRequestError, match="callable"):
         lms.create_request(context, None, PROMPT)  # type: ignore[arg-type]
+
+
+async def test_a_pass_without_any_event_takes_nothing(
+    stream: lms.AsyncLMCacheStream, engine: ScriptedEngine
+) -> None:
+    engine.scripts = [[], ["abort"]]
+    await stream.generate({}, suffix_tokens=[5])
+    assert stream.tokens == tuple(PROMPT)
+    assert stream.is_done()
+    with pytest.raises(lms.EngineStreamError, match="abort"):
+        await stream.generate({}, suffix_tokens=[5])
+    assert stream.tokens == tuple(PROMPT)
+
+
+async def test_an_engine_that_cut_the_prompt_is_an_error(
+    stream: lms.AsyncLMCacheStream, engine: ScriptedEngine
+) -> None:
+    engine.scripts = [[7, lms.FinishEvent("stop", prompt_tokens=17)]]
+    with pytest.raises(lms.EngineStreamError, match="17 prompt tokens, but 18 were sent"):
+        await stream.generate({})
+
+
+async def test_another_task_may_end_the_pass(stream: lms.AsyncLMCacheStream, engine: ScriptedEngine) -> None:
+    engine.scripts = [[7, 30.0, 8, "stop"]]
+    generation = stream.open_generation({})
+    seen: list[int] = []
+
+    async def read() -> str:
+        async with generation:
+            async for event in generation:
+                seen.append(event.token_id)  # noqa: PERF401 - must be seen as they come
+        return "came to its end"
+
+    reading = asyncio.create_task(read())
+    await asyncio.sleep(0.02)
+    with pytest.raises(lms.StreamBusyError, match="two tasks"):
+        await anext(generation)
+    await generation.aclose()
+    assert engine.closed == 1
+    assert await reading == "came to its end"
+    assert seen == stream.output_tokens() == [7]
+    await stream.generate({})
+
+
+async def test_a_pass_that_was_left_by_a_bare_break_frees_the_stream_and_the_locks(
+    stream: lms.AsyncLMCacheStream, engine: ScriptedEngine, server: FakeLMCache
+) -> None:
+    await stream.generate({"max_tokens": 1})
+    await stream.modify_kv(first_half)
+    engine.scripts = [[30.0, 7]]
+    generation = stream.open_generation({})
+    waiting = asyncio.create_task(generation._begin())
+    await waiting
+    assert server.locked == (2, 0)
+    with pytest.warns(ResourceWarning, match="was not closed"):
+        generation.__del__()
+    for _ in range(100):
+        if server.locked == (0, 0):
+            break
+        await asyncio.sleep(0.01)
+    assert server.locked == (0, 0)
+    generation._is_closed = True
+    engine.scripts = []
+    await stream.generate({"max_tokens": 1})
+
+
+async def test_an_edit_that_raises_stop_iteration_is_an_error_and_no_hang(
+    stream: lms.AsyncLMCacheStream,
+) -> None:
+    def exhausted(kv: torch.Tensor, tokens: list[int]) -> tuple[torch.Tensor, list[int]]:
+        return next(iter([]))
+
+    await stream.generate({"max_tokens": 1})
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        await asyncio.wait_for(stream.modify_kv(exhausted), 5)
+
+
+async def test_a_post_completion_that_changes_its_arguments_changes_nothing_here(
+    context: lms.AsyncLMCacheContext,
+) -> None:
+    async def greedy(prompt: list[int], params: dict[str, Any], salt: str) -> AsyncIterator[lms.TokenEvent]:
+        prompt.clear()
+        params.pop("max_tokens")
+        yield lms.TokenEvent(1)
+
+    stream = lms.create_request(context, greedy, PROMPT)
+    await stream.generate({"max_tokens": 1})
+    assert stream.tokens == (*PROMPT, 1)
+    assert not stream.is_done()
+
+
+async def test_the_first_token_does_not_wait_for_the_cache_server(
+    stream: lms.AsyncLMCacheStream, engine: ScriptedEngine, server: FakeLMCache
+) -> None:
+    await stream.generate({"max_tokens": 1})
+    await stream.modify_kv(first_half)
+    server.delays = {"free_lookup_locks": 0.5}
+    async with stream.open_generation({"max_tokens": 1}) as generation:
+        await asyncio.wait_for(anext(generation), 0.4)
 
 
 async def test_a_forgotten_generation_warns(stream: lms.AsyncLMCacheStream, engine: ScriptedEngine) -> None:

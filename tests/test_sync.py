@@ -217,6 +217,12 @@ def test_a_forked_child_is_told_to_make_its_own(server: FakeLMCache) -> None:
     assert parent == "parent: 0"
 
 
+def test_the_names_are_those_of_the_asynchronous_side() -> None:
+    asynchronous = {name for name in lms.__all__ if "Async" not in name}
+    assert asynchronous <= set(sync.__all__)
+    assert all(hasattr(sync, name) for name in sync.__all__)
+
+
 def test_a_forgotten_context_warns(server: FakeLMCache) -> None:
     context = open_context(server)
     with pytest.warns(ResourceWarning, match="was not closed"):

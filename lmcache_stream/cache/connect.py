@@ -129,8 +129,8 @@ async def _register(peer: Peer, geometry: KVGeometry) -> None:
             f"registration; its transfer mode is {mode!r}): start it with "
             "`lmcache server --supported-transfer-mode auto`"
         ) from error
-    registered = (await peer.http.status()).get("registered_non_cuda_instance_ids", [])
-    if peer.instance_id not in registered:
+    registered = (await peer.http.status()).get("registered_non_cuda_instance_ids")
+    if isinstance(registered, list) and peer.instance_id not in registered:
         raise CacheConnectError(
             f"{peer.requests.url} and {peer.http.url} belong to different LMCache servers: what was "
             "registered at one is not in the status of the other"

@@ -15,7 +15,7 @@ import torch
 from .._background import to_the_end
 from .._checks import checked_salt, checked_token_ids
 from .._workers import Workers
-from ..errors import ClosedError, GeometryError, InvalidRequestError
+from ..errors import ClosedError, GeometryError, InvalidRequestError, LayoutError
 from ..rope import RopeConfig
 from . import layouts
 from .discovery import Discovery, with_dtype
@@ -59,6 +59,8 @@ class AsyncLMCacheContext:
         self._rope = rope
         self._lookups = Lookups(peer)
         self._workers = Workers("lmcache-stream")
+        # Apart, so that edits, however long they take, never hold up the filling of a slot.
+        self._edit_workers = Workers("lmcache-stream edit")
         self._transfers = Transfers(peer, self._lookups, self._workers)
         self._stores = Stores(peer, self._lookups, self._transfers, self._workers)
         self._correcting = anyio.Lock()
@@ -81,9 +83,9 @@ class AsyncLMCacheContext:
         return self._peer.model_name
 
     @property
-    def workers(self) -> Workers:
-        """The threads that tensor work of this context runs in."""
-        return self._workers
+    def edit_workers(self) -> Workers:
+        """The threads that edits run in."""
+        return self._edit_workers
 
     @property
     def rope(self) -> RopeConfig:
@@ -120,6 +122,7 @@ class AsyncLMCacheContext:
         Raises:
             InvalidRequestError: bad token ids or salt.
             GeometryError: the chunks have another shape than the model's configuration says.
+            LayoutError: their layer-0 keys are not what layout and RoPE make of equal tokens.
             CacheConnectError, CacheTimeoutError: no server, or silence.
         """
         lease = await self.pin(tokens, cache_salt)
@@ -140,7 +143,8 @@ class AsyncLMCacheContext:
         """Store the KV of ``tokens``; tokens beyond the last whole chunk are left out.
 
         Args:
-            kv: ``[2, L, T, D]`` of the geometry's dtype, K rotated at positions 0 to T - 1.
+            kv: ``[2, L, T, D]`` of the geometry's dtype, K rotated at positions 0 to T - 1. It is read
+                until the store is over, which may be after a cancelled call: do not write into it.
             tokens: T token ids.
             cache_salt: the salt that the KV is to be found under.
             own_salt: nobody else stores under this salt, so that what is found there needs no
@@ -162,7 +166,7 @@ class AsyncLMCacheContext:
                 f"{len(ids)} tokens are less than one chunk of {self.chunk_size}: nothing can be stored"
             )
         return await self._stores.store(
-            kv.detach()[:, :, :whole].cpu(),
+            kv.detach()[:, :, :whole],
             ids[:whole],
             cache_salt,
             own_salt=own_salt,
@@ -179,6 +183,10 @@ class AsyncLMCacheContext:
             )
         if not isinstance(kv, torch.Tensor):
             raise InvalidRequestError(f"kv must be a torch.Tensor, not {type(kv).__name__}")
+        if geometry.layout == "mla":
+            raise LayoutError(
+                f"{self.model_name!r} caches an MLA latent: it can be retrieved, but not edited like K and V"
+            )
         wanted = geometry.kv_shape(num_tokens)
         if tuple(kv.shape) != wanted:
             raise InvalidRequestError(
@@ -190,25 +198,22 @@ class AsyncLMCacheContext:
                 f"kv is {kv.dtype}, but the cache holds {geometry.dtype}: convert it with kv.to(...)"
             )
 
-    async def check_layout(self, kv: torch.Tensor, tokens: Sequence[int]) -> None:
-        """Check once, on retrieved KV, that layout and RoPE are what the engine writes.
-
-        Does nothing where the model's RoPE is not known: then nothing here rotates keys.
-
-        Raises:
-            LayoutError: they are not; the message says what was measured and what would fit.
-        """
+    async def _check_layout(self, kv: torch.Tensor, tokens: Sequence[int]) -> None:
+        """Check, until it has passed once, that layout and RoPE are what the engine writes."""
         if self._layout_is_checked:
             return
         try:
             rope = self.rope
-        except GeometryError:
+        except GeometryError as error:
+            # Nothing here will rotate these keys; a function of the caller's must know what it does.
+            self._layout_is_checked = True
+            logger.warning("the KV layout %r is not checked: %s", self.geometry.layout, error)
             return
         spread = await self._workers.run(
             functools.partial(verify_layout, kv, tokens, self.geometry, rope, chunk_size=self.chunk_size)
         )
         if spread is None:
-            logger.info("too few repeated tokens to check the KV layout on this prompt")
+            logger.info("too few repeated tokens on this prompt to check the KV layout; the next may do")
         else:
             self._layout_is_checked = True
 
@@ -230,6 +235,10 @@ class AsyncLMCacheContext:
         """Give the locks of ``lease`` back, once; further calls do nothing."""
         await self._lookups.release(lease)
 
+    def unpin_soon(self, lease: PrefixLease) -> None:
+        """As ``unpin``, in the background."""
+        self._lookups.release_soon(lease)
+
     async def read(self, lease: PrefixLease) -> torch.Tensor | None:
         """Return the KV that ``lease`` holds and use it up; None where it was gone after all."""
         try:
@@ -237,9 +246,13 @@ class AsyncLMCacheContext:
         except ChunkMismatchError as mismatch:
             await self._correct(mismatch)
             again = await self.pin(lease.tokens, lease.cache_salt)
-            kv = await self._transfers.read(again) if again.chunks else None
+            if not again.chunks:
+                await self.unpin(again)
+                return None
+            kv = await self._transfers.read(again)
         if kv is not None:
             self._assumed = False
+            await self._check_layout(kv, lease.tokens[: kv.shape[2]])
         return kv
 
     async def _correct(self, mismatch: ChunkMismatchError) -> None:
@@ -274,6 +287,7 @@ class AsyncLMCacheContext:
             left = await self._peer.aclose(grace=_CLOSE_GRACE)
         finally:
             self._workers.close()
+            self._edit_workers.close()
         if left:
             logger.warning(
                 "%d operations on LMCache at %s got no answer before closing; their locks end with "

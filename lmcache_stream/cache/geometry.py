@@ -39,6 +39,8 @@ class KVGeometry:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise GeometryError(f"geometry: {name} must be a positive int, not {value!r}")
+        if self.world_size != 1:
+            raise GeometryError(f"geometry: {self.world_size} tensor-parallel workers; only 1 is supported")
         if not isinstance(self.dtype, torch.dtype) or not self.dtype.is_floating_point:
             raise GeometryError(f"geometry: dtype must be a floating torch.dtype, not {self.dtype!r}")
         if self.dtype.itemsize < 2:

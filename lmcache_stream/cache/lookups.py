@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 import logging
 import secrets
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field
 
 import anyio
 
@@ -32,6 +33,8 @@ class PrefixLease:
         request_id: the server's session of this lookup.
         chunks: chunks that were found; no more than these are locked.
         released: whether the locks are given back, or somebody else has taken that on.
+        granted: ``time.monotonic()`` before the lookup.
+        connection: which of the connections to the server it was made on.
     """
 
     tokens: list[int]
@@ -39,6 +42,8 @@ class PrefixLease:
     request_id: str
     chunks: int = 0
     released: bool = False
+    granted: float = field(default_factory=time.monotonic)
+    connection: int = 0
 
 
 class Lookups:
@@ -58,7 +63,8 @@ class Lookups:
         """
         peer = self._peer
         await peer.ensure_registered()
-        lease = PrefixLease(tokens, cache_salt, f"lookup-{secrets.token_hex(16)}")
+        request_id = f"lookup-{secrets.token_hex(16)}"
+        lease = PrefixLease(tokens, cache_salt, request_id, connection=peer.requests.connections)
         outcome = peer.background.spawn(self._look_up(lease))
         try:
             with anyio.fail_after(deadline):
@@ -73,21 +79,28 @@ class Lookups:
             raise
         return lease
 
-    async def release(self, lease: PrefixLease, *, start: int = 0) -> None:
-        """Give back the locks from chunk ``start`` on and end the session; once, later calls do nothing.
+    async def release(self, lease: PrefixLease) -> None:
+        """Give back the locks and end the session; once, later calls do nothing.
 
         Raises nothing for a server that is gone or silent, nor after closing: then the locks end with
         it or with their time to live.
         """
         if not lease.released:
             lease.released = True
-            work = self.give_back(lease, start=start)
+            work = self.give_back(lease)
             with contextlib.suppress(ClosedError):
                 if self._peer.requests.is_up:
                     await self._peer.background.finish(work)
                 else:
                     # The locks may be gone with the server; whoever released must not wait to know.
                     self._peer.background.spawn(work)
+
+    def release_soon(self, lease: PrefixLease) -> None:
+        """As ``release``, in the background: whoever has better to do does not wait for it."""
+        if not lease.released:
+            lease.released = True
+            with contextlib.suppress(ClosedError):
+                self._peer.background.spawn(self.give_back(lease))
 
     async def _look_up(self, lease: PrefixLease) -> None:
         peer = self._peer
@@ -121,10 +134,15 @@ class Lookups:
         peer = self._peer
         size = peer.chunk_size
         try:
-            if start < lease.chunks:
+            if start < lease.chunks and self._are_ours(lease):
                 locked = lease.tokens[: lease.chunks * size]
                 key = peer.key(locked, lease.cache_salt, lease.request_id, start=start * size, worker_id=None)
                 await peer.call(FREE_LOOKUP_LOCKS, key, _TP_SIZE, deadline=peer.timeouts.lookup)
             await peer.call(END_SESSION, lease.request_id, deadline=peer.timeouts.lookup)
-        except CacheError as error:
+        except (CacheError, ClosedError) as error:
             logger.warning("read locks are left to their time to live: %s", error)
+
+    def _are_ours(self, lease: PrefixLease) -> bool:
+        # Locks that ran out, or went with a server that was restarted, may be another reader's by now.
+        age = time.monotonic() - lease.granted
+        return age < LATE_SECONDS and lease.connection == self._peer.requests.connections

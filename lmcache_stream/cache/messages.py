@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Generic, TypeVar, cast
+from typing import Annotated, Any, Generic, Self, TypeVar, cast
 
 import msgspec
 import torch
@@ -170,10 +170,22 @@ TRANSFERS = (PREPARE_STORE, COMMIT_STORE, PREPARE_RETRIEVE, COMMIT_RETRIEVE)
 GET_CHUNK_SIZE: Operation[int] = Operation("get_chunk_size", 21, int)
 
 
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """A payload whose frame was made before, off the loop, because it is large."""
+
+    frame: bytes
+
+    @classmethod
+    def of(cls, payload: Any) -> Self:
+        return cls(msgspec.msgpack.encode(payload))
+
+
 def encode_request(uid: int, operation: Operation[Any], payloads: Sequence[Any]) -> list[bytes]:
     """Return the frames of one request."""
     encode = msgspec.msgpack.encode
-    return [encode(uid), encode(operation.number), *map(encode, payloads)]
+    frames = (one.frame if isinstance(one, Encoded) else encode(one) for one in payloads)
+    return [encode(uid), encode(operation.number), *frames]
 
 
 def decode_uid(frames: Sequence[Frame]) -> int | None:

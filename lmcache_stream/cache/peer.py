@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import secrets
 import time
 from collections.abc import Sequence
@@ -10,11 +11,19 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from .._background import Background
-from ..errors import CacheConnectError, CacheError, CacheTimeoutError, LMCacheStreamError
+from ..errors import CacheConnectError, CacheError, CacheTimeoutError, InvalidRequestError, LMCacheStreamError
 from . import layouts
 from .geometry import KVGeometry
 from .http import CacheHTTP
-from .messages import REGISTER, TRANSFERS, UNREGISTER, Operation, PrefixKey, Registration
+from .messages import (
+    REGISTER,
+    TRANSFERS,
+    UNREGISTER,
+    Operation,
+    PrefixKey,
+    Registration,
+    RegistrationReply,
+)
 from .requests import RequestClient
 from .shared_memory import SharedPool
 
@@ -46,6 +55,14 @@ class Timeouts:
     retrieve: float = 60.0
     store: float = 60.0
 
+    def __post_init__(self) -> None:
+        for name in ("connect", "lookup", "retrieve", "store"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+                raise InvalidRequestError(
+                    f"timeouts: {name} must be a positive number of seconds, not {value!r}"
+                )
+
 
 class Peer:
     """The server as everything above sees it: operations, keys, a registration that is renewed.
@@ -75,6 +92,8 @@ class Peer:
         # Stores whose slots the server reserved for us and that were not committed: unregistering, or
         # being unregistered, would publish them unfilled.
         self.unfilled: set[str] = set()
+        # Registrations that ended before this one; transfers may still run on them until closing.
+        self._outdated: list[int] = []
         self._alone = alone
         self._geometry: KVGeometry | None = None
         self._registering = asyncio.Lock()
@@ -88,7 +107,7 @@ class Peer:
         return self._geometry
 
     async def register(self, geometry: KVGeometry) -> None:
-        """Announce ``geometry`` under a new instance id; then an earlier registration ends.
+        """Announce ``geometry`` under a new instance id; an earlier one lives on for what runs on it.
 
         Raises:
             CacheTimeoutError: the server does not take this client; it says so by silence.
@@ -98,16 +117,21 @@ class Peer:
             self.instance_id, self._geometry = secrets.randbits(63), geometry
             try:
                 await self._register()
-            except CacheTimeoutError:
+            except BaseException as error:
+                if not isinstance(error, CacheTimeoutError):
+                    # It may have arrived all the same.
+                    self._outdated.append(self.instance_id)
                 self.instance_id, self._geometry = before
                 raise
             if before[0]:
-                await self._unregister(before[0])
+                self._outdated.append(before[0])
 
     async def call(self, operation: Operation[T], *payloads: Any, deadline: float) -> T:
         """Send one operation; see ``RequestClient.call``."""
         result = await self.requests.call(operation, *payloads, deadline=deadline)
-        self._last_used = time.monotonic()
+        if operation is REGISTER or operation in TRANSFERS:
+            # Nothing else keeps the server from taking this client for gone.
+            self._last_used = time.monotonic()
         return result
 
     async def ensure_registered(self) -> None:
@@ -144,7 +168,11 @@ class Peer:
             ),
             deadline=self.timeouts.connect,
         )
+        self._map_pool(reply)
+        # After the pool: where that cannot be mapped, the one before it must not stay in use.
         self._connections = self.requests.connections
+
+    def _map_pool(self, reply: RegistrationReply) -> None:
         if not reply.shm_name or reply.pool_size <= 0:
             pool, self.pool = self.pool, None
             # Nothing is reserved on the pickle plane.
@@ -157,10 +185,6 @@ class Peer:
             self.unfilled.clear()
         if pool is not None:
             pool.close()
-
-    async def _unregister(self, instance_id: int) -> None:
-        if not self.unfilled:
-            await self.call(UNREGISTER, instance_id, deadline=self.timeouts.connect)
 
     def key(
         self,
@@ -194,8 +218,8 @@ class Peer:
             status = await self.http.status()
         except LMCacheStreamError as error:
             return CacheConnectError(f"{tried}, and {self.http.url} says: {error}")
-        registered = status.get("registered_non_cuda_instance_ids", [])
-        if self.instance_id not in registered:
+        registered = status.get("registered_non_cuda_instance_ids")
+        if isinstance(registered, list) and self.instance_id not in registered:
             # Then no reply will come to what still waits, and nothing of ours is left to commit.
             self._last_used = 0.0
             self.requests.give_up(TRANSFERS)
@@ -216,16 +240,21 @@ class Peer:
 
         Returns the number of operations that had to be left before their end.
         """
-        left = await self.background.aclose(grace=grace)
+        left = await self.background.settle(grace)
+        known = [*self._outdated, *([self.instance_id] if self.instance_id else [])]
+        self.instance_id = 0
+        self._outdated.clear()
         try:
-            if self.instance_id and self.requests.is_up:
-                await self._unregister(self.instance_id)
+            for instance_id in known:
+                if self.requests.is_up and not self.unfilled:
+                    await self.call(UNREGISTER, instance_id, deadline=min(2.0, self.timeouts.connect))
         except CacheError:
             # The server forgets silent clients by itself.
             pass
         finally:
-            self.instance_id = 0
+            # First the connection, so that nothing of what is left waits for a reply.
             await self.requests.aclose()
+            await self.background.aclose()
             await self.http.aclose()
             if self.pool is not None:
                 self.pool.close()

@@ -52,7 +52,7 @@ class Stores:
         own_salt: bool,
         deadline: float,
     ) -> StoreResult:
-        """Store ``kv`` (``[2, L, T, D]`` on the CPU, T whole chunks) and look at what came of it.
+        """Store ``kv`` (``[2, L, T, D]``, T whole chunks) and look at what came of it.
 
         Args:
             kv: the KV of ``tokens``.
@@ -62,6 +62,8 @@ class Stores:
             deadline: seconds for the transfer.
         """
         lookup = self._peer.timeouts.lookup
+        if kv.device.type != "cpu":
+            kv = await self._workers.run(kv.cpu)
         pickled = self._peer.pool is None
         before = 0
         if pickled and not own_salt:
@@ -77,7 +79,10 @@ class Stores:
             await self._lookups.release(lease)
         else:
             there = await self._transfers.read(lease)
-            if there is not None:
+            if there is None:
+                # Gone since the lookup: no room, not other bytes.
+                found = same
+            else:
                 size = self._peer.chunk_size
                 same = same | await self._workers.run(equal_chunks, kv, there, size)
         old = same & set(range(before)) if pickled else same - taken

@@ -21,6 +21,7 @@ from .messages import (
     END_SESSION,
     PREPARE_RETRIEVE,
     PREPARE_STORE,
+    Encoded,
     PrepareRetrieveReply,
     StoreContext,
 )
@@ -79,8 +80,8 @@ class Transfers:
         self._workers = workers
         self._serial = KeyedLocks()
 
-    async def read(self, lease: PrefixLease, *, num_chunks: int | None = None) -> torch.Tensor | None:
-        """Return the KV of the first ``num_chunks`` chunks (all by default) that ``lease`` locks.
+    async def read(self, lease: PrefixLease) -> torch.Tensor | None:
+        """Return the KV of the chunks that ``lease`` locks.
 
         Returns ``[2, L, T, D]`` of the geometry's dtype, private and writable, or None where the
         chunks were gone after all. Uses the lease up.
@@ -89,7 +90,7 @@ class Transfers:
             ChunkMismatchError: the chunks are not of the registered geometry.
             CacheTimeoutError: silence.
         """
-        count = lease.chunks if num_chunks is None else min(num_chunks, lease.chunks)
+        count = lease.chunks
         tokens = lease.tokens[: count * self._peer.chunk_size]
 
         def work(release: Callable[[], None]) -> Coroutine[Any, Any, torch.Tensor | None]:
@@ -204,7 +205,7 @@ class Transfers:
                 data = await self._workers.run(self._pickle, kv)
             else:
                 indices = set(reply.context.chunk_indices or ())
-                data = b""
+                data = Encoded.of(b"")
                 if indices:
                     await self._workers.run(self._fill, kv, reply.context, pool)
             if indices:
@@ -216,7 +217,7 @@ class Transfers:
         finally:
             release()
 
-    def _pickle(self, kv: torch.Tensor) -> bytes:
+    def _pickle(self, kv: torch.Tensor) -> Encoded:
         geometry, size = self._peer.geometry, self._peer.chunk_size
         layout = layouts.get(geometry.layout)
         shape = layout.chunk_shape(geometry, size)
@@ -225,7 +226,7 @@ class Transfers:
             chunk = torch.empty(shape, dtype=geometry.dtype)
             layout.encode(kv[:, :, start : start + size], chunk, geometry)
             chunks.append(chunk)
-        return dump_chunks(chunks)
+        return Encoded.of(dump_chunks(chunks))
 
     def _fill(self, kv: torch.Tensor, context: StoreContext, pool: SharedPool | None) -> None:
         geometry, size = self._peer.geometry, self._peer.chunk_size

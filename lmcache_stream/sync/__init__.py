@@ -3,26 +3,76 @@
 Works in a plain script, in threads, and in a notebook whose own loop is running.
 """
 
+from .._editing import KVEdit
+from .._state import EditReport
 from ..cache.geometry import KVGeometry
 from ..cache.peer import Timeouts
-from ..completions import CompletionTimeouts, FinishEvent, TokenEvent
+from ..cache.stores import StoreResult
+from ..completions import CompletionTimeouts, FinishEvent, PostCompletion, TokenEvent
 from ..dropping.keep import Keep, keep
+from ..errors import (
+    CacheConnectError,
+    CacheError,
+    CacheLostError,
+    CacheTimeoutError,
+    CallerError,
+    ClosedError,
+    EngineConnectError,
+    EngineError,
+    EngineStatusError,
+    EngineStreamError,
+    EngineTimeoutError,
+    GeometryError,
+    InvalidRequestError,
+    KVNotReadyError,
+    LayoutError,
+    LMCacheStreamError,
+    StoreIncompleteError,
+    StreamBusyError,
+    TruncatedStreamError,
+)
 from ..metrics import StreamPerfMetrics
-from ._completions import VLLMCompletions
+from ..rope import RopeConfig
+from ._completions import SyncPostCompletion, VLLMCompletions
 from ._context import LMCacheContext, connect
 from ._stream import Generation, LMCacheStream, create_request
 
 __all__ = [
+    "CacheConnectError",
+    "CacheError",
+    "CacheLostError",
+    "CacheTimeoutError",
+    "CallerError",
+    "ClosedError",
     "CompletionTimeouts",
+    "EditReport",
+    "EngineConnectError",
+    "EngineError",
+    "EngineStatusError",
+    "EngineStreamError",
+    "EngineTimeoutError",
     "FinishEvent",
     "Generation",
+    "GeometryError",
+    "InvalidRequestError",
+    "KVEdit",
     "KVGeometry",
+    "KVNotReadyError",
     "Keep",
     "LMCacheContext",
     "LMCacheStream",
+    "LMCacheStreamError",
+    "LayoutError",
+    "PostCompletion",
+    "RopeConfig",
+    "StoreIncompleteError",
+    "StoreResult",
+    "StreamBusyError",
     "StreamPerfMetrics",
+    "SyncPostCompletion",
     "Timeouts",
     "TokenEvent",
+    "TruncatedStreamError",
     "VLLMCompletions",
     "connect",
     "create_request",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import warnings
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,7 +17,7 @@ from ..errors import InvalidRequestError
 from ._portal import Portal
 
 Event: TypeAlias = TokenEvent | FinishEvent
-SyncPostCompletion: TypeAlias = Callable[[Sequence[int], Mapping[str, Any], str], Iterable[Event]]
+SyncPostCompletion: TypeAlias = Callable[[list[int], dict[str, Any], str], Iterable[Event]]
 
 
 class VLLMCompletions:
@@ -92,6 +93,8 @@ def as_async(post_completion: Any) -> PostCompletion:
     """Return an asynchronous PostCompletion for a blocking one; those that are asynchronous stay."""
     if isinstance(post_completion, VLLMCompletions):
         return post_completion.inner
+    if isinstance(post_completion, AsyncVLLMCompletions):
+        return post_completion
     call = getattr(post_completion, "__call__", None)  # noqa: B004 - its kind is asked for
     if inspect.isasyncgenfunction(post_completion) or inspect.isasyncgenfunction(call):
         asynchronous: PostCompletion = post_completion
@@ -100,7 +103,7 @@ def as_async(post_completion: Any) -> PostCompletion:
         raise InvalidRequestError("post_completion must be callable, e.g. sync.VLLMCompletions")
 
     def run(
-        prompt_token_ids: Sequence[int], sampling_params: Mapping[str, Any], cache_salt: str
+        prompt_token_ids: list[int], sampling_params: dict[str, Any], cache_salt: str
     ) -> AsyncIterator[Event]:
         return _iterate_in_thread(post_completion, prompt_token_ids, sampling_params, cache_salt)
 
@@ -115,8 +118,9 @@ async def _iterate_in_thread(post_completion: SyncPostCompletion, *arguments: An
     try:
         made: Any = await loop.run_in_executor(thread, post_completion, *arguments)
         if hasattr(made, "__aiter__"):
-            async for event in made:
-                yield event
+            async with contextlib.aclosing(made) if hasattr(made, "aclose") else contextlib.nullcontext():
+                async for event in made:
+                    yield event
             return
         if not hasattr(made, "__iter__"):
             raise InvalidRequestError(
@@ -124,7 +128,7 @@ async def _iterate_in_thread(post_completion: SyncPostCompletion, *arguments: An
             )
         events = iter(made)
         over = object()
-        while (event := await loop.run_in_executor(thread, next, events, over)) is not over:
+        while (event := await loop.run_in_executor(thread, _next, events, over)) is not over:
             yield event
     finally:
         close = getattr(events, "close", None)
@@ -132,3 +136,11 @@ async def _iterate_in_thread(post_completion: SyncPostCompletion, *arguments: An
             # Behind a `next` that may still run: a thread cannot be interrupted, only followed.
             thread.submit(close)
         thread.shutdown(wait=False)
+
+
+def _next(events: Iterator[Event], over: object) -> Any:
+    try:
+        return next(events)
+    except StopIteration:
+        # No future can carry it.
+        return over

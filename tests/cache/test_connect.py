@@ -212,6 +212,15 @@ async def test_where_nothing_listens_the_connect_timeout_ends_it(server: FakeLMC
     assert "Is `lmcache server` running" in reason
 
 
+async def test_a_pool_that_is_not_on_this_machine_says_what_to_do(server: FakeLMCache) -> None:
+    if not server.shared_memory:
+        pytest.skip("there is no pool")
+    name, server.shm_name = server.shm_name, "lmcs-fake-nowhere"
+    reason = await failure_of(lms.CacheConnectError, server)
+    server.shm_name = name
+    assert "run on the server's machine" in reason
+
+
 async def test_a_config_file_is_read_and_a_missing_one_is_told(server: FakeLMCache) -> None:
     with pytest.raises(lms.GeometryError, match="no config found"):
         await connecting(server, geometry=None, model_config="/nowhere")
@@ -437,6 +446,26 @@ async def test_after_a_restart_the_new_servers_pool_is_used(server: FakeLMCache,
         assert torch.equal(torch.cat(there, dim=2), kv)
 
 
+async def test_a_new_pool_that_cannot_be_mapped_does_not_leave_the_old_one_in_use(
+    server: FakeLMCache,
+) -> None:
+    if not server.shared_memory:
+        pytest.skip("there is no pool")
+    async with connecting(server) as context:
+        await context.store(random_kv(12, seed=1), TOKENS)
+        await server.stop(killed=True)
+        await server.start()
+        server.put(TOKENS, random_kv(12))
+        name, server.shm_name = server.shm_name, "lmcs-fake-nowhere"
+        for _ in range(2):
+            with pytest.raises(lms.CacheConnectError, match="lmcs-fake-nowhere"):
+                await context.retrieve(TOKENS)
+        server.shm_name = name
+        found = await context.retrieve(TOKENS)
+        assert found is not None
+        assert torch.equal(found, random_kv(12))
+
+
 async def test_a_store_that_a_restart_broke_leaves_no_registration(server: FakeLMCache) -> None:
     async with connecting(server) as context:
         server.silent = {"prepare_store"}
@@ -464,14 +493,14 @@ async def test_a_transfer_does_not_touch_another_servers_pool(
     async with connecting(server) as context:
         go_on = asyncio.Event()
         begun = asyncio.Event()
-        run = context.workers.run
+        run = context._workers.run
 
         async def held(function: Callable[..., Any], *arguments: Any) -> Any:
             begun.set()
             await go_on.wait()
             return await run(function, *arguments)
 
-        monkeypatch.setattr(context.workers, "run", held)
+        monkeypatch.setattr(context._workers, "run", held)
         store = asyncio.create_task(context.store(kv, TOKENS))
         await begun.wait()
         await server.stop(killed=True)
@@ -481,7 +510,7 @@ async def test_a_transfer_does_not_touch_another_servers_pool(
         go_on.set()
         with pytest.raises(lms.CacheConnectError):
             await store
-        monkeypatch.setattr(context.workers, "run", run)
+        monkeypatch.setattr(context._workers, "run", run)
         found = await context.retrieve([2] * 12)
         assert found is not None
         assert torch.equal(found, random_kv(12, seed=2))
@@ -503,9 +532,10 @@ async def test_the_first_retrieve_corrects_an_assumed_dtype(server: FakeLMCache,
         assert found.dtype is dtype
         assert torch.equal(found, kv)
         assert context.geometry.dtype is dtype
-        # A registration keeps its shape, so a new one took its place.
-        (corrected,) = server.registered
-        assert corrected != assumed
+        # A registration keeps its shape, so a new one took its place; the old one stays until closing,
+        # for what may still run on it.
+        before, corrected = server.registered
+        assert before == assumed
         assert server.registered[corrected].dtype is dtype
         assert server.locked == (0, 0)
         assert await context.store(kv, [1, *TOKENS[1:]])
@@ -522,8 +552,25 @@ async def test_many_first_retrieves_correct_it_once(server: FakeLMCache) -> None
             assert one is not None
             assert torch.equal(one, kv[:, :, : 4 + 4 * (index % 3)])
         assert server.calls.count("register_kv_cache_engine_driven_context") == 1
-        assert len(server.registered) == 1
+        assert len(server.registered) == 2
         assert server.locked == (0, 0)
+
+
+async def test_a_retrieve_that_runs_while_another_corrects_comes_through(server: FakeLMCache) -> None:
+    kv = random_kv(12).bfloat16()
+    server.put(TOKENS, kv)
+    other = [1, *TOKENS[1:]]
+    server.put(other, kv)
+    async with connecting(server, geometry=None, model_config=CONFIG) as context:
+        server.delays = {"commit_retrieve": 0.1}
+        first = asyncio.create_task(context.retrieve(TOKENS))
+        await asyncio.sleep(0.05)
+        second = asyncio.create_task(context.retrieve(other))
+        for one in (await first, await second):
+            assert one is not None
+            assert torch.equal(one, kv)
+        assert server.locked == (0, 0)
+    assert server.registered == {}
 
 
 async def test_a_cancel_anywhere_in_the_correction_leaves_one_registration(server: FakeLMCache) -> None:
@@ -541,7 +588,8 @@ async def test_a_cancel_anywhere_in_the_correction_leaves_one_registration(serve
             found = await context.retrieve(TOKENS)
             assert found is not None
             assert torch.equal(found, kv)
-            assert [entry.dtype for entry in server.registered.values()] == [torch.bfloat16], f"turn {turns}"
+            last = [entry.dtype for entry in server.registered.values()][-1]
+            assert last is torch.bfloat16, f"turn {turns}"
         assert server.registered == {}
         assert server.locked == (0, 0)
         if came_through:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
 from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
@@ -239,6 +240,45 @@ async def test_a_server_that_goes_away_is_an_error_at_once(context: Context, ser
         await lookup
     with pytest.raises(lms.CacheConnectError, match=r"no LMCache server at|no server is connected"):
         await context.retrieve(TOKENS)
+
+
+async def test_closing_does_not_wait_for_a_silent_server_for_long(server: FakeLMCache) -> None:
+    context = await lms.connect(server.url, server.http_url, "model", geometry=GEOMETRY, timeouts=FAST)
+    server.silent = {"lookup"}
+    with pytest.raises(lms.CacheTimeoutError):
+        await context.lookup(TOKENS)
+    started = time.monotonic()
+    await context.aclose()
+    assert time.monotonic() - started < 7
+    assert server.registered == {}
+
+
+async def test_locks_that_may_be_another_s_by_now_are_left_alone(
+    context: Context, server: FakeLMCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await context.store(random_kv(12), TOKENS)
+    lease = await context.pin(TOKENS)
+    lease.granted -= 301
+    server.calls.clear()
+    await context.unpin(lease)
+    assert server.calls == ["end_session"]
+    server.read_locks.clear()
+
+
+@pytest.mark.parametrize("value", [None, 0, -1, float("inf"), float("nan"), "5", True])
+def test_timeouts_that_cannot_be_are_refused(value: Any) -> None:
+    with pytest.raises(lms.InvalidRequestError, match="lookup"):
+        lms.Timeouts(lookup=value)
+
+
+async def test_mla_is_refused_before_anything_is_reserved(server: FakeLMCache) -> None:
+    server.engine_use_mla = True
+    geometry = dataclasses.replace(GEOMETRY, layout="mla", num_kv_heads=1)
+    async with lms.connect(server.url, server.http_url, "model", geometry=geometry, timeouts=FAST) as context:
+        server.calls.clear()
+        with pytest.raises(lms.LayoutError, match="MLA"):
+            await context.store(torch.zeros(geometry.kv_shape(12)), TOKENS)
+        assert server.calls == []
 
 
 @pytest.mark.parametrize(

@@ -305,6 +305,8 @@ class FakeLMCache:
         return {"success": True, "data": b"", "context": {"slots": slots}}
 
     def _commit_retrieve(self, key: dict[str, Any], instance: int) -> bool:
+        if instance not in self.registered:
+            raise LookupError("unknown instance")
         self._unlock(self._reads.pop(self._transfer(key, instance), []))
         return True
 
