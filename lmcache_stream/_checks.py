@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Mapping, Sequence, Set
 from urllib.parse import urlsplit
@@ -78,3 +79,14 @@ def checked_url(url: str, schemes: Sequence[str], what: str) -> str:
     if not fits:
         raise InvalidRequestError(f"{what}={url!r} does not have the form {wanted}{reason}")
     return url.rstrip("/")
+
+
+def checked_seconds(value: float, what: str) -> float:
+    """Return ``value``, a time of zero or more seconds.
+
+    Raises:
+        InvalidRequestError: anything else.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+        raise InvalidRequestError(f"{what} must be a number of seconds, zero or more, not {value!r}")
+    return value

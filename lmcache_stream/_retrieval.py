@@ -7,6 +7,7 @@ import logging
 import anyio
 import torch
 
+from ._checks import checked_seconds
 from .cache.context import AsyncLMCacheContext
 from .errors import InvalidRequestError, KVNotReadyError
 
@@ -44,8 +45,9 @@ async def wait_for_prefix(
         raise InvalidRequestError(
             f"min_tokens={least} cannot be: the prompt has {wanted} tokens in whole chunks of {size}"
         )
-    if timeout < 0 or poll_interval <= 0:
-        raise InvalidRequestError("timeout must not be negative and poll_interval must be positive")
+    checked_seconds(timeout, "timeout")
+    if checked_seconds(poll_interval, "poll_interval") == 0:
+        raise InvalidRequestError("poll_interval must be positive")
     end = anyio.current_time() + timeout
     pause = min(_FIRST_PAUSE, poll_interval)
     while True:

@@ -1,42 +1,101 @@
-"""Worker threads for tensor work, which must not hold the event loop."""
+"""Worker threads for tensor work and for callers' code, which must not hold the event loop."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import os
+import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from queue import SimpleQueue
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+_Job = tuple[Callable[[], Any], Callable[[Any, BaseException | None], None]]
 
 
 class Workers:
-    """A bounded set of threads that ends with its owner.
+    """At most ``limit`` daemon threads, made as they are needed, that end with their owner.
 
-    anyio's worker threads would live on, idle, until the event loop ends, and would keep an
-    interpreter from exiting whose loop runs in a daemon thread.
+    Neither anyio's worker threads, which live on until the event loop ends, nor an executor of the
+    standard library, whose threads an exiting interpreter waits for, however long a caller's code takes.
     """
 
     def __init__(self, name: str, limit: int | None = None) -> None:
-        self._executor = ThreadPoolExecutor(limit or min(8, os.cpu_count() or 1), name)
+        self._name = name
+        self._limit = limit or min(8, os.cpu_count() or 1)
+        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        self._threads = 0
+        self._under_way = 0
+        self._lock = threading.Lock()
+        self._is_closed = False
 
     async def run(self, function: Callable[..., T], *arguments: Any) -> T:
         """Run ``function`` in a thread; a cancelled caller leaves at once, the thread goes on."""
+        loop = asyncio.get_running_loop()
+        outcome: asyncio.Future[T] = loop.create_future()
+
+        def settle(result: Any, error: BaseException | None) -> None:
+            if outcome.done():
+                return
+            if error is None:
+                outcome.set_result(result)
+            else:
+                outcome.set_exception(error)
+
+        def report(result: Any, error: BaseException | None) -> None:
+            # Where the loop is closed nobody waits any more.
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(settle, result, error)
+
         context = contextvars.copy_context()
-        work = partial(context.run, _guarded, function, *arguments)
-        return await asyncio.get_running_loop().run_in_executor(self._executor, work)
+        self._submit(partial(context.run, _guarded, outcome, function, *arguments), report)
+        return await outcome
+
+    def submit(self, function: Callable[[], Any]) -> None:
+        """Run ``function`` behind all that was given before; nobody learns what comes of it."""
+        self._submit(function, lambda result, error: None)
+
+    def _submit(self, work: Callable[[], Any], report: Callable[[Any, BaseException | None], None]) -> None:
+        with self._lock:
+            if self._is_closed:
+                raise RuntimeError(f"{self._name} is closed")
+            self._under_way += 1
+            if self._under_way > self._threads < self._limit:
+                self._threads += 1
+                threading.Thread(target=self._work, name=self._name, daemon=True).start()
+        self._jobs.put((work, report))
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            work, report = job
+            result, failure = None, None
+            try:
+                result = work()
+            except BaseException as error:
+                failure = error
+            with self._lock:
+                self._under_way -= 1
+            report(result, failure)
+            del job, work, report, result, failure
 
     def close(self) -> None:
-        """Let the threads end when they are through with what they do; idempotent."""
-        self._executor.shutdown(wait=False, cancel_futures=True)
+        """Let the threads end when they are through with what they were given; idempotent."""
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            for _ in range(self._threads):
+                self._jobs.put(None)
 
 
-def _guarded(function: Callable[..., T], *arguments: Any) -> T:
+def _guarded(outcome: asyncio.Future[T], function: Callable[..., T], *arguments: Any) -> T | None:
+    if outcome.cancelled():
+        return None
     try:
         return function(*arguments)
-    except StopIteration as error:
-        # No future can carry it: whoever awaits would wait for ever.
-        raise RuntimeError(f"{function!r} raised StopIteration") from error
+    except (StopIteration, SystemExit, KeyboardInterrupt, GeneratorExit) as error:
+        # No future can carry the first, and the others would end the loop of everybody.
+        raise RuntimeError(f"{function!r} raised {type(error).__name__}: {error}") from error

@@ -14,6 +14,7 @@ import anyio
 
 from ._state import StreamState
 from ._turns import Turns
+from ._verdict import FAILURES, is_done, refuse_failure, refuse_odd_token, unused_edit
 from .cache.context import AsyncLMCacheContext
 from .cache.lookups import PrefixLease
 from .completions import FinishEvent, PostCompletion, TokenEvent
@@ -29,10 +30,6 @@ from .metrics import StreamPerfMetrics
 
 __all__ = ["Generation"]
 
-# What vLLM decodes where max_tokens is absent.
-_DEFAULT_MAX_TOKENS = 16
-# Finish reasons that are no end of an answer.
-_FAILURES = ("abort", "error")
 # What is left to do when edited KV is gone.
 _ADVICE = "Store the edit again with update_kv(), or open a new stream"
 
@@ -189,6 +186,7 @@ class Generation:
             except StopAsyncIteration:
                 return None
             if isinstance(event, TokenEvent):
+                refuse_odd_token(event)
                 arrived = time.perf_counter() if event.arrived is None else event.arrived
                 self._take()
                 self._arrivals.append(arrived)
@@ -200,7 +198,7 @@ class Generation:
                     f"post_completion yielded a {type(event).__name__}, not a TokenEvent or FinishEvent"
                 )
             self._finish = event
-            if event.reason is not None and event.reason not in _FAILURES:
+            if event.reason is not None and event.reason not in FAILURES:
                 self._take()
             if event.text:
                 self._state.text.append(event.text)
@@ -220,27 +218,11 @@ class Generation:
     def _conclude(self) -> None:
         """The engine came to its end: check what it says of it, then believe it."""
         state = self._state
-        reason = self.finish_reason
         self._ended = time.perf_counter()
-        if reason in _FAILURES:
-            raise EngineStreamError(
-                f"the engine ended the pass with {reason!r} after {len(self._ids)} tokens: see its log",
-                token_ids=self._ids,
-            )
-        told = self._finish.prompt_tokens if self._finish else None
-        if told is not None and told != len(self._prompt):
-            raise EngineStreamError(
-                f"the engine worked on {told} prompt tokens, but {len(self._prompt)} were sent: does it, "
-                "or a proxy before it, cut or change prompts?",
-                token_ids=self._ids,
-            )
+        refuse_failure(self._finish, self._ids, len(self._prompt))
         if self._edited:
             self._confirm_edited()
-        if reason is None:
-            limit = self._params.get("max_tokens")
-            state.done = len(self._ids) < (_DEFAULT_MAX_TOKENS if limit is None else limit)
-        else:
-            state.done = reason != "length"
+        state.done = is_done(self._finish, len(self._ids), self._params)
 
     async def _blame_the_cache(self, error: EngineStreamError) -> None:
         """Raise CacheLostError where the engine failed because the edited KV went away under it.
@@ -275,13 +257,8 @@ class Generation:
                 stacklevel=4,
             )
             return
-        wanted = min(self._edited, len(self._prompt) - 1)
-        if cached < wanted:
-            state.lost = (
-                f"the engine took {cached} tokens from the cache, not the {wanted} that were edited: the "
-                f"edited KV under the salt {state.cache_salt!r} was gone, so this answer is not the "
-                "edit's"
-            )
+        state.lost = unused_edit(cached, self._edited, len(self._prompt), state.cache_salt)
+        if state.lost:
             raise CacheLostError(f"{state.lost}. {_ADVICE}")
 
     async def aclose(self) -> None:
@@ -308,6 +285,9 @@ class Generation:
                 finally:
                     self._unpin()
         finally:
+            self._over.set()
+            if self._end_turn is not None:
+                self._end_turn()
             self._metrics = StreamPerfMetrics.from_arrivals(
                 started=self._started,
                 ended=(self._ended or time.perf_counter()) if self._started else 0.0,
@@ -316,9 +296,6 @@ class Generation:
                 cached_tokens=self._finish.cached_tokens if self._finish else None,
                 finish_reason=self.finish_reason,
             )
-            self._over.set()
-            if self._end_turn is not None:
-                self._end_turn()
 
     def __del__(self) -> None:
         if getattr(self, "_end_turn", None) is None or self._is_closed:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import torch
 
-from ._checks import checked_salt, checked_token_ids
+from ._checks import checked_salt, checked_seconds, checked_token_ids
 from ._editing import KVEdit, apply_edit, store_whole
 from ._retrieval import wait_for_prefix
 from ._state import EditReport, StreamState, forked_salt
@@ -198,6 +198,7 @@ class AsyncLMCacheStream:
         """
         with self._turns.during("update_kv"):
             started = time.perf_counter()
+            checked_seconds(timeout, "timeout")
             behind = self._state.tail() if tail is None else checked_token_ids(tail, "tail")
             before = self._state.retrieved or len(self._state.tokens)
             await self._commit(kv, tokens, behind, before, started, timeout)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import secrets
 import time
 from collections.abc import Sequence
@@ -11,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from .._background import Background
+from .._checks import checked_seconds
 from ..errors import CacheConnectError, CacheError, CacheTimeoutError, InvalidRequestError, LMCacheStreamError
 from . import layouts
 from .geometry import KVGeometry
@@ -58,10 +58,8 @@ class Timeouts:
     def __post_init__(self) -> None:
         for name in ("connect", "lookup", "retrieve", "store"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-                raise InvalidRequestError(
-                    f"timeouts: {name} must be a positive number of seconds, not {value!r}"
-                )
+            if checked_seconds(value, f"timeouts: {name}") == 0:
+                raise InvalidRequestError(f"timeouts: {name} must be a positive number of seconds")
 
 
 class Peer:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator
 from typing import Any, Protocol
 
 import msgspec
@@ -53,8 +53,8 @@ class PostCompletion(Protocol):
 
     def __call__(
         self,
-        prompt_token_ids: Sequence[int],
-        sampling_params: Mapping[str, Any],
+        prompt_token_ids: list[int],
+        sampling_params: dict[str, Any],
         cache_salt: str,
         /,
     ) -> AsyncIterator[TokenEvent | FinishEvent]: ...

@@ -33,6 +33,7 @@ FOREIGN = (aiohttp.ClientError, OSError, asyncio.TimeoutError)
 # vLLM closes a connection that was idle for 5 s (VLLM_HTTP_TIMEOUT_KEEP_ALIVE): one that is used
 # before that cannot be closed while a request is on its way.
 _KEEP_ALIVE = 4.0
+_PIECE = 2**20
 _BODY_LIMIT = 65_536
 _BODY_TIME = 5.0
 _END_TIME = 0.25
@@ -93,7 +94,6 @@ class Exchange:
             await self._hold()
 
     async def _hold(self) -> None:
-        response = None
         try:
             response = self._response = await self._post()
             lighten(response.content)
@@ -107,16 +107,14 @@ class Exchange:
                 self.arrived = time.perf_counter()
                 self.events = self.sse.feed(chunk)
         except FOREIGN as error:
-            if response is not None:
-                response.close()
+            self.close()
             raise self.error(error) from error
         except BaseException:
-            if response is not None:
-                response.close()
+            self.close()
             raise
         self._open = True
         if self.left:
-            response.close()
+            self.close()
 
     async def _post(self) -> aiohttp.ClientResponse:
         try:
@@ -132,10 +130,11 @@ class Exchange:
     async def send(self) -> aiohttp.ClientResponse:
         """Post the request and return the response once its headers are there."""
         request = self.request
+        # What is large is sent piece by piece, as from a file, so that it does not hold the loop.
+        large = len(request.body) > _PIECE
         return await self.session.post(
             request.url,
-            # aiohttp writes a file piece by piece, and bytes in one go that holds the loop.
-            data=io.BytesIO(request.body),
+            data=io.BytesIO(request.body) if large else request.body,
             headers=request.headers,
             allow_redirects=False,
             proxy=request.proxy.url if request.proxy is not None else None,
@@ -148,7 +147,6 @@ class Exchange:
         body = await _beginning(response)
         where = f"POST {self.request.url}"
         detail = problem(body)
-        response.close()
         if response.status >= 300:
             if response.status < 400:
                 detail = f"redirect to {response.headers.get('Location')}"
@@ -204,8 +202,8 @@ class Exchange:
             self._opening.cancel()
 
     def close(self) -> None:
-        """Close the connection, unless it has gone back to the pool; a reader is woken."""
-        if self._response is not None:
+        """Close the connection; a reader is woken. One whose answer was read goes back to the pool."""
+        if self._response is not None and not self._response.content.is_eof():
             self._response.close()
 
     def error(self, error: BaseException, token_ids: list[int] | None = None) -> EngineError:

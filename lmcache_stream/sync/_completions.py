@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import inspect
 import warnings
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, Self, TypeAlias
 
+from .._workers import Workers
 from ..completions import CompletionTimeouts, FinishEvent, PostCompletion, TokenEvent
 from ..completions import VLLMCompletions as AsyncVLLMCompletions
 from ..errors import InvalidRequestError
@@ -66,11 +65,7 @@ class VLLMCompletions:
 
     def close(self) -> None:
         """Close every connection; idempotent."""
-        if self._portal.is_open:
-            try:
-                self._portal.call(self._inner.aclose)
-            finally:
-                self._portal.release()
+        self._portal.close(self._inner.aclose)
 
     def __enter__(self) -> Self:
         return self
@@ -112,11 +107,10 @@ def as_async(post_completion: Any) -> PostCompletion:
 
 async def _iterate_in_thread(post_completion: SyncPostCompletion, *arguments: Any) -> AsyncIterator[Event]:
     """Iterate and close an ordinary generator in one thread, which is where its connections live."""
-    loop = asyncio.get_running_loop()
-    thread = ThreadPoolExecutor(1, "lmcache-stream post_completion")
+    thread = Workers("lmcache-stream post_completion", 1)
     events: Iterator[Event] | None = None
     try:
-        made: Any = await loop.run_in_executor(thread, post_completion, *arguments)
+        made: Any = await thread.run(post_completion, *arguments)
         if hasattr(made, "__aiter__"):
             async with contextlib.aclosing(made) if hasattr(made, "aclose") else contextlib.nullcontext():
                 async for event in made:
@@ -128,19 +122,15 @@ async def _iterate_in_thread(post_completion: SyncPostCompletion, *arguments: An
             )
         events = iter(made)
         over = object()
-        while (event := await loop.run_in_executor(thread, _next, events, over)) is not over:
+        while (event := await thread.run(_next, events, over)) is not over:
             yield event
     finally:
         close = getattr(events, "close", None)
         if close is not None:
             # Behind a `next` that may still run: a thread cannot be interrupted, only followed.
             thread.submit(close)
-        thread.shutdown(wait=False)
+        thread.close()
 
 
 def _next(events: Iterator[Event], over: object) -> Any:
-    try:
-        return next(events)
-    except StopIteration:
-        # No future can carry it.
-        return over
+    return next(events, over)

@@ -54,11 +54,7 @@ class LMCacheContext:
 
     def close(self) -> None:
         """Unregister and close everything; idempotent."""
-        if self._portal.is_open:
-            try:
-                self._portal.call(self._context.aclose)
-            finally:
-                self._portal.release()
+        self._portal.close(self._context.aclose)
 
     def __enter__(self) -> Self:
         return self

@@ -58,16 +58,23 @@ class _Call:
 
     def __init__(self, function: Callable[..., Awaitable[Any]], arguments: tuple[Any, ...]) -> None:
         self.over = threading.Event()
+        self.result: Any = None
+        self.failure: BaseException | None = None
         self._function = function
         self._arguments = arguments
         self._scope: anyio.CancelScope | None = None
         self._is_cancelled = False
 
-    async def run(self) -> Any:
+    async def run(self) -> None:
         try:
             with anyio.CancelScope() as self._scope:
                 if not self._is_cancelled:
-                    return await self._function(*self._arguments)
+                    self.result = await self._function(*self._arguments)
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:
+            # Handed over, not raised: a SystemExit of a callback would end the loop of everybody.
+            self.failure = error
         finally:
             self.over.set()
 
@@ -144,14 +151,13 @@ class Portal:
             raise ClosedError(f"{self._owner} is closed")
         if self._pid != os.getpid():
             raise ClosedError(f"{self._owner} was made before this process was forked: make a new one")
-        if threading.current_thread() is loop.thread:
-            raise InvalidRequestError(
-                f"{self._owner} blocks and was called from the event loop's own thread: await the "
-                "asynchronous names there"
-            )
+        self._refuse_own_thread(loop)
         call = _Call(function, arguments)
         try:
-            return cast(T, loop.portal.start_task_soon(call.run).result())
+            loop.portal.start_task_soon(call.run).result()
+            if call.failure is not None:
+                raise call.failure
+            return cast(T, call.result)
         except BaseException:
             # Either the work's own error, or an interrupt of this thread, wherever in the line above it
             # struck: then the work must learn of it, and be through before the caller goes on.
@@ -159,6 +165,27 @@ class Portal:
                 loop.loop.call_soon_threadsafe(call.cancel)
                 call.over.wait(_CANCEL_SECONDS)
             raise
+
+    def _refuse_own_thread(self, loop: _Loop) -> None:
+        if threading.current_thread() is loop.thread:
+            raise InvalidRequestError(
+                f"{self._owner} blocks and was called from the event loop's own thread: await the "
+                "asynchronous names there"
+            )
+
+    def close(self, function: Callable[[], Awaitable[None]]) -> None:
+        """Run ``function``, which closes the owner, and give the share back; idempotent.
+
+        In a forked child there is nothing to close.
+        """
+        if self._loop is None:
+            return
+        self._refuse_own_thread(self._loop)
+        try:
+            if self._pid == os.getpid():
+                self.call(function)
+        finally:
+            self.release()
 
     def release(self) -> None:
         """Give the share back; idempotent."""

@@ -59,7 +59,9 @@ class Generation:
 
     def close(self) -> None:
         """End the pass, aborting it in the engine if it still runs; idempotent."""
-        self._portal.call(self._generation.aclose)
+        # With the context, everything of it was closed.
+        if self._portal.is_open:
+            self._portal.call(self._generation.aclose)
 
 
 class LMCacheStream:

@@ -573,7 +573,7 @@ async def test_a_retrieve_that_runs_while_another_corrects_comes_through(server:
     assert server.registered == {}
 
 
-async def test_a_cancel_anywhere_in_the_correction_leaves_one_registration(server: FakeLMCache) -> None:
+async def test_a_cancel_anywhere_in_the_correction_leaves_nothing_behind(server: FakeLMCache) -> None:
     kv = random_kv(12).bfloat16()
     server.put(TOKENS, kv)
     turns = 0

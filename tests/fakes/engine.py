@@ -47,7 +47,10 @@ class ScriptedEngine:
         self.requests.append((list(prompt), dict(params), salt))
         size = self.server.chunk_size
         cached = 0
-        while ("model", salt, tuple(prompt[: cached + size])) in self.server.chunks:
+        while (
+            cached + size <= len(prompt)
+            and ("model", salt, tuple(prompt[: cached + size])) in self.server.chunks
+        ):
             cached += size
         script = self.scripts.pop(0) if self.scripts else [1, "length"]
         try:
