@@ -6,6 +6,8 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import torch
+
 __all__ = ["EditReport", "StreamState", "forked_salt"]
 
 # Leaves room for "~" and 22 random characters within the 128 that engine and cache take.
@@ -53,6 +55,8 @@ class StreamState:
         text: the pieces of their text.
         done: whether the last pass ended because the model was finished.
         edited: leading tokens whose KV is edited and so must be found in the cache.
+        fingerprint: of the edited KV, a row a chunk, to tell it from plain KV of the same tokens.
+        unconfirmed: whether a pass on edited KV ended before the engine said that it had used it.
         lost: why the edited KV can no longer be used, once it cannot.
         sent: length of the last prompt, None before the first and after an edit.
         retrieved: tokens of the last retrieved prefix, None after a pass or an edit.
@@ -66,6 +70,8 @@ class StreamState:
     text: list[str] = field(default_factory=list)
     done: bool = False
     edited: int = 0
+    fingerprint: torch.Tensor | None = None
+    unconfirmed: bool = False
     lost: str = ""
     sent: int | None = None
     retrieved: int | None = None
@@ -102,12 +108,18 @@ class StreamState:
         return self.tokens[self.edited :] if self.edited else []
 
     def replace(
-        self, tokens: Sequence[int], suffix: Sequence[int], cache_salt: str, report: EditReport
+        self,
+        tokens: Sequence[int],
+        suffix: Sequence[int],
+        cache_salt: str,
+        report: EditReport,
+        fingerprint: torch.Tensor,
     ) -> None:
         """Edited KV of ``tokens`` is stored under ``cache_salt``."""
         self.tokens, self.suffix = list(tokens), list(suffix)
         self.cache_salt = cache_salt
         self.edited = len(self.tokens)
+        self.fingerprint, self.unconfirmed = fingerprint, False
         self.lost = ""
         self.done = False
         self.sent = self.retrieved = None

@@ -11,7 +11,9 @@ from types import TracebackType
 from typing import Any, Self
 
 import anyio
+import torch
 
+from ._editing import fingerprint
 from ._state import StreamState
 from ._turns import Turns
 from ._verdict import FAILURES, is_done, refuse_failure, refuse_odd_token, unused_edit
@@ -164,6 +166,8 @@ class Generation:
 
     async def _pin_edited(self) -> None:
         state, context = self._state, self._context
+        if state.unconfirmed and not state.lost:
+            await self._compare_edited()
         if not state.lost:
             self._lease = await context.pin(state.tokens[: self._edited], state.cache_salt)
             found = self._lease.chunks * context.chunk_size
@@ -175,11 +179,28 @@ class Generation:
             )
         raise CacheLostError(f"{state.lost}. {_ADVICE}")
 
+    async def _compare_edited(self) -> None:
+        """Look at the bytes where an earlier pass was left before its end.
+
+        Had the edited KV been gone then, the engine would have stored plain KV in its place.
+        """
+        state, context = self._state, self._context
+        kv = await context.retrieve(state.tokens[: self._edited], state.cache_salt)
+        if kv is not None and kv.shape[2] == self._edited and state.fingerprint is not None:
+            found = await context.edit_workers.run(fingerprint, kv, context.chunk_size)
+            if not torch.equal(found, state.fingerprint):
+                state.lost = (
+                    f"what LMCache has under the salt {state.cache_salt!r} is no longer the edited KV, so "
+                    "that the last answer, which was left before its end, may not be the edit's"
+                )
+        state.unconfirmed = False
+
     async def _next_token(self) -> TokenEvent | None:
         source = self._source
         assert source is not None
         if not self._started:
             self._started = time.perf_counter()
+            self._state.unconfirmed = bool(self._edited)
         while True:
             try:
                 event = await anext(source)
@@ -257,6 +278,7 @@ class Generation:
                 stacklevel=4,
             )
             return
+        state.unconfirmed = False
         state.lost = unused_edit(cached, self._edited, len(self._prompt), state.cache_salt)
         if state.lost:
             raise CacheLostError(f"{state.lost}. {_ADVICE}")

@@ -269,7 +269,9 @@ class AsyncLMCacheStream:
             )
         fork = self._isolation == "fork"
         salt = forked_salt(self._base_salt) if fork else self._base_salt
-        await store_whole(context, kv[:, :, :whole], ids[:whole], salt, own_salt=fork, timeout=timeout)
+        prints = await store_whole(
+            context, kv[:, :, :whole], ids[:whole], salt, own_salt=fork, timeout=timeout
+        )
         per_token = context.geometry.bytes_per_token
         report = EditReport(
             tokens_before=tokens_before,
@@ -280,7 +282,7 @@ class AsyncLMCacheStream:
             cache_salt=salt,
             seconds=time.perf_counter() - started,
         )
-        state.replace(ids[:whole], [*ids[whole:], *tail, *state.suffix], salt, report)
+        state.replace(ids[:whole], [*ids[whole:], *tail, *state.suffix], salt, report, prints)
 
     def __repr__(self) -> str:
         state = self._state

@@ -646,6 +646,27 @@ async def test_the_first_token_does_not_wait_for_the_cache_server(
         await asyncio.wait_for(anext(generation), 0.4)
 
 
+async def test_plain_kv_in_place_of_the_edit_is_found_after_a_pass_that_was_left(
+    stream: lms.AsyncLMCacheStream, engine: ScriptedEngine, server: FakeLMCache
+) -> None:
+    engine.scripts = [[1, "length"], [7, 8, "stop"], [7, 8, "stop"]]
+    await stream.generate({"max_tokens": 1})
+    await stream.modify_kv(lambda kv, tokens: (kv[:, :, :8] + 1, tokens[:8]))
+    async with stream.open_generation({}) as generation:
+        await anext(generation)
+    await stream.generate({})
+    # As after a forced clear while the engine was about to load: it stores what it computed anew.
+    engine.scripts = [[7, 8, "stop"]]
+    async with stream.open_generation({}) as generation:
+        await anext(generation)
+    server.clear(force=True)
+    server.put(PROMPT[:8], kv_of(PROMPT[:8], SHAPE), salt=stream.cache_salt)
+    sent = len(engine.requests)
+    with pytest.raises(lms.CacheLostError, match="no longer the edited KV"):
+        await stream.generate({})
+    assert len(engine.requests) == sent
+
+
 async def test_a_forgotten_generation_warns(stream: lms.AsyncLMCacheStream, engine: ScriptedEngine) -> None:
     engine.scripts = [[7, 8, "stop"]]
     generation = stream.open_generation({})

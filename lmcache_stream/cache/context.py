@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import logging
 import warnings
@@ -66,6 +67,8 @@ class AsyncLMCacheContext:
         self._correcting = anyio.Lock()
         self._layout_is_checked = False
         self._is_closed = False
+        self._closed = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
 
     @property
     def chunk_size(self) -> int:
@@ -274,16 +277,29 @@ class AsyncLMCacheContext:
     def _check_open(self) -> None:
         if self._is_closed:
             raise ClosedError(f"the LMCache context of {self.model_name!r} is closed")
+        self._check_loop()
+
+    def _check_loop(self) -> None:
+        if asyncio.get_running_loop() is not self._loop:
+            raise ClosedError(
+                f"the LMCache context of {self.model_name!r} belongs to the event loop that it was opened on"
+            )
 
     async def aclose(self) -> None:
         """Unregister and close every socket; the server's pool stays. Idempotent."""
+        self._check_loop()
         if self._is_closed:
+            await self._closed.wait()
             return
         self._is_closed = True
-        await to_the_end(self._close())
+        try:
+            await to_the_end(self._close())
+        finally:
+            self._closed.set()
 
     async def _close(self) -> None:
         try:
+            self._lookups.release_all()
             left = await self._peer.aclose(grace=_CLOSE_GRACE)
         finally:
             self._workers.close()

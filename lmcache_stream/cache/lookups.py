@@ -51,6 +51,7 @@ class Lookups:
 
     def __init__(self, peer: Peer) -> None:
         self._peer = peer
+        self._granted: dict[str, PrefixLease] = {}
 
     async def acquire(self, tokens: list[int], cache_salt: str, *, deadline: float) -> PrefixLease:
         """Look ``tokens`` (whole chunks) up and lock what is found.
@@ -77,7 +78,13 @@ class Lookups:
         except asyncio.CancelledError:
             self._follow(lease, outcome)
             raise
+        self._granted[request_id] = lease
         return lease
+
+    def release_all(self) -> None:
+        """Give back, in the background, what is still held: the context is closing."""
+        for lease in list(self._granted.values()):
+            self.release_soon(lease)
 
     async def release(self, lease: PrefixLease) -> None:
         """Give back the locks and end the session; once, later calls do nothing.
@@ -132,6 +139,7 @@ class Lookups:
     async def give_back(self, lease: PrefixLease, *, start: int = 0) -> None:
         """Do the release of a lease that is marked as released, from within the background."""
         peer = self._peer
+        self._granted.pop(lease.request_id, None)
         size = peer.chunk_size
         try:
             if start < lease.chunks and self._are_ours(lease):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import secrets
 import time
 from collections.abc import Sequence
@@ -89,14 +90,14 @@ class Peer:
         self.instance_id = 0
         # Stores whose slots the server reserved for us and that were not committed: unregistering, or
         # being unregistered, would publish them unfilled.
-        self.unfilled: set[str] = set()
+        self.unfilled: dict[str, int] = {}
         # Registrations that ended before this one; transfers may still run on them until closing.
         self._outdated: list[int] = []
         self._alone = alone
         self._geometry: KVGeometry | None = None
         self._registering = asyncio.Lock()
         self._connections = 0
-        self._last_used = 0.0
+        self._last_used = -math.inf
 
     @property
     def geometry(self) -> KVGeometry:
@@ -123,6 +124,13 @@ class Peer:
                 raise
             if before[0]:
                 self._outdated.append(before[0])
+
+    def retire(self) -> None:
+        """Let the next operation register under a new id; what runs on this one keeps it."""
+        if self.instance_id:
+            self._outdated.append(self.instance_id)
+            self.instance_id = secrets.randbits(63)
+            self._last_used = -math.inf
 
     async def call(self, operation: Operation[T], *payloads: Any, deadline: float) -> T:
         """Send one operation; see ``RequestClient.call``."""
@@ -217,9 +225,10 @@ class Peer:
         except LMCacheStreamError as error:
             return CacheConnectError(f"{tried}, and {self.http.url} says: {error}")
         registered = status.get("registered_non_cuda_instance_ids")
-        if isinstance(registered, list) and self.instance_id not in registered:
+        ours = {self.instance_id, *self._outdated}
+        if isinstance(registered, list) and ours.isdisjoint(registered):
             # Then no reply will come to what still waits, and nothing of ours is left to commit.
-            self._last_used = 0.0
+            self._last_used = -math.inf
             self.requests.give_up(TRANSFERS)
             self.unfilled.clear()
             return CacheTimeoutError(
@@ -244,7 +253,7 @@ class Peer:
         self._outdated.clear()
         try:
             for instance_id in known:
-                if self.requests.is_up and not self.unfilled:
+                if self.requests.is_up and instance_id not in self.unfilled.values():
                     await self.call(UNREGISTER, instance_id, deadline=min(2.0, self.timeouts.connect))
         except CacheError:
             # The server forgets silent clients by itself.

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import anyio
 import torch
 
+from .._background import to_the_end
 from .._workers import Workers
 from ..errors import CacheError, CacheTimeoutError, ClosedError
 from . import layouts
@@ -30,6 +31,7 @@ from .pickled import dump_chunks, load_chunks
 from .shared_memory import SharedPool
 
 T = TypeVar("T")
+Release = Callable[[], None]
 
 
 class KeyedLocks:
@@ -66,6 +68,39 @@ class KeyedLocks:
             del self._users[key], self._locks[key]
 
 
+class Source:
+    """A caller's tensor as long as the caller waits, and after that a copy of it.
+
+    Attributes:
+        is_wanted: whether a store may still read it.
+    """
+
+    def __init__(self, kv: torch.Tensor, workers: Workers) -> None:
+        self.is_wanted = False
+        self._kv = kv
+        self._workers = workers
+        self._reading: asyncio.Event | None = None
+
+    async def read(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Run ``function`` on the tensor in a thread."""
+        self._reading = asyncio.Event()
+        try:
+            return await self._workers.run(function, self._kv, *arguments)
+        finally:
+            self.is_wanted = False
+            self._reading.set()
+
+    async def let_go(self) -> None:
+        """Return when nothing reads the caller's own tensor any more."""
+        if self.is_wanted and self._reading is None:
+            copy = await self._workers.run(self._kv.clone)
+            if self._reading is None:
+                self._kv = copy
+                return
+        if self.is_wanted and self._reading is not None:
+            await self._reading.wait()
+
+
 class Transfers:
     """Moves chunks. Each transfer runs to its end in the peer's background, whatever becomes of the
     caller: what the server granted is given back, and what it reserved is filled.
@@ -93,8 +128,8 @@ class Transfers:
         count = lease.chunks
         tokens = lease.tokens[: count * self._peer.chunk_size]
 
-        def work(release: Callable[[], None]) -> Coroutine[Any, Any, torch.Tensor | None]:
-            return self._read(lease, tokens, count, release)
+        def work(instance: int, release: Release) -> Coroutine[Any, Any, torch.Tensor | None]:
+            return self._read(lease, tokens, count, instance, release)
 
         key = ("read", tuple(tokens), lease.cache_salt)
         try:
@@ -117,26 +152,35 @@ class Transfers:
             CacheTimeoutError: silence.
         """
 
-        def work(release: Callable[[], None]) -> Coroutine[Any, Any, set[int]]:
-            return self._write(kv, tokens, cache_salt, release)
+        source = Source(kv, self._workers)
+
+        def work(instance: int, release: Release) -> Coroutine[Any, Any, set[int]]:
+            return self._write(source, tokens, cache_salt, instance, release)
 
         key = ("write", tuple(tokens), cache_salt)
-        return await self._run(key, work, "a store", deadline)
+        try:
+            return await self._run(key, work, "a store", deadline)
+        except BaseException:
+            # The store goes on without the caller, who may use the tensor for something else.
+            await to_the_end(source.let_go())
+            raise
 
     async def _run(
         self,
         key: tuple[Any, ...],
-        work: Callable[[Callable[[], None]], Coroutine[Any, Any, T]],
+        work: Callable[[int, Release], Coroutine[Any, Any, T]],
         what: str,
         deadline: float,
     ) -> T:
         end = anyio.current_time() + deadline
         try:
             with anyio.fail_after(deadline):
-                release = await self._serial.acquire(key)
+                await self._peer.ensure_registered()
+                instance = self._peer.instance_id
+                release = await self._serial.acquire((instance, *key))
             # No await in between: the work owns the lock from here on.
             left = max(0.0, end - anyio.current_time())
-            return await self._peer.background.finish(work(release), deadline=left)
+            return await self._peer.background.finish(work(instance, release), deadline=left)
         except ClosedError:
             # The work may not have come to its first step.
             release()
@@ -144,10 +188,12 @@ class Transfers:
         except TimeoutError as error:
             if isinstance(error, CacheTimeoutError):
                 raise
+            # What is left unanswered keeps its transfer; under another id an equal one can be begun.
+            self._peer.retire()
             raise await self._peer.explain(what, deadline) from error
 
     async def _read(
-        self, lease: PrefixLease, tokens: list[int], count: int, release: Callable[[], None]
+        self, lease: PrefixLease, tokens: list[int], count: int, instance: int, release: Release
     ) -> torch.Tensor | None:
         peer = self._peer
         held_from = 0
@@ -156,7 +202,7 @@ class Transfers:
         try:
             await peer.ensure_registered()
             # Of the server that is asked now: a slot means nothing in another one's pool.
-            instance, pool = peer.instance_id, peer.pool
+            pool = peer.pool
             key = peer.key(tokens, lease.cache_salt, lease.request_id)
             # Once this was sent, whatever is answered, the locks of these chunks are the retrieve's.
             held_from = count
@@ -190,31 +236,33 @@ class Transfers:
         return out
 
     async def _write(
-        self, kv: torch.Tensor, tokens: list[int], cache_salt: str, release: Callable[[], None]
+        self, source: Source, tokens: list[int], cache_salt: str, instance: int, release: Release
     ) -> set[int]:
         peer = self._peer
         request_id = f"store-{secrets.token_hex(16)}"
+        source.is_wanted = True
         try:
             await peer.ensure_registered()
-            instance, pool = peer.instance_id, peer.pool
+            pool = peer.pool
             key = peer.key(tokens, cache_salt, request_id)
-            peer.unfilled.add(request_id)
+            peer.unfilled[request_id] = instance
             reply = await peer.call(PREPARE_STORE, key, instance, deadline=LATE_SECONDS)
             if reply.context.slots is None:
                 indices = set(range(len(tokens) // peer.chunk_size))
-                data = await self._workers.run(self._pickle, kv)
+                data = await source.read(self._pickle)
             else:
                 indices = set(reply.context.chunk_indices or ())
                 data = Encoded.of(b"")
                 if indices:
-                    await self._workers.run(self._fill, kv, reply.context, pool)
+                    await source.read(self._fill, reply.context, pool)
             if indices:
                 # Without slots there is nothing to commit, and a commit would publish another's.
                 await peer.call(COMMIT_STORE, key, instance, data, deadline=LATE_SECONDS)
-            peer.unfilled.discard(request_id)
+            peer.unfilled.pop(request_id, None)
             await peer.call(END_SESSION, request_id, deadline=LATE_SECONDS)
             return indices
         finally:
+            source.is_wanted = False
             release()
 
     def _pickle(self, kv: torch.Tensor) -> Encoded:

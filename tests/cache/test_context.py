@@ -265,6 +265,57 @@ async def test_locks_that_may_be_another_s_by_now_are_left_alone(
     server.read_locks.clear()
 
 
+async def test_a_tensor_that_is_reused_after_a_cancel_is_not_what_is_stored(
+    context: Context, server: FakeLMCache
+) -> None:
+    kv = random_kv(12)
+    own = kv.clone()
+    server.delays = {"prepare_store": 2.3}
+    with pytest.raises(lms.CacheTimeoutError):
+        await context.store(own, TOKENS)
+    own.zero_()
+    server.delays = {}
+    with anyio.fail_after(5):
+        while len(server.chunks) < 3:
+            await asyncio.sleep(0.02)
+    found = await context.retrieve(TOKENS)
+    assert found is not None
+    assert torch.equal(found, kv)
+
+
+async def test_a_lost_reply_does_not_block_what_comes_after_it(context: Context, server: FakeLMCache) -> None:
+    kv = random_kv(12)
+    await context.store(kv, TOKENS)
+    server.silent = {"prepare_retrieve"}
+    with pytest.raises(lms.CacheTimeoutError):
+        await context.retrieve(TOKENS)
+    server.silent = set()
+    found = await context.retrieve(TOKENS)
+    assert found is not None
+    assert torch.equal(found, kv)
+    # The locks of the lost one are the server's to time out; nobody here may guess.
+    server.read_locks.clear()
+
+
+async def test_closing_gives_back_what_is_still_pinned(context: Context, server: FakeLMCache) -> None:
+    await context.store(random_kv(12), TOKENS)
+    await context.pin(TOKENS)
+    assert server.locked == (3, 0)
+    await context.aclose()
+    assert server.locked == (0, 0)
+
+
+async def test_a_context_of_another_loop_says_so(context: Context) -> None:
+    def elsewhere() -> None:
+        with pytest.raises(lms.ClosedError, match="event loop"):
+            asyncio.run(context.lookup(TOKENS))
+        with pytest.raises(lms.ClosedError, match="event loop"):
+            asyncio.run(context.aclose())
+
+    await asyncio.to_thread(elsewhere)
+    assert await context.lookup(TOKENS) == 0
+
+
 @pytest.mark.parametrize("value", [None, 0, -1, float("inf"), float("nan"), "5", True])
 def test_timeouts_that_cannot_be_are_refused(value: Any) -> None:
     with pytest.raises(lms.InvalidRequestError, match="lookup"):
