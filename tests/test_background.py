@@ -252,6 +252,18 @@ async def test_a_home_that_is_not_open_refuses_work(when: str) -> None:
     assert work.state == "not begun"
 
 
+async def test_settling_waits_and_stops_nothing(home: Background) -> None:
+    short, long = Work(0.05), Work()
+    home.spawn(short())
+    home.spawn(long())
+    assert await home.settle(0.3) == 1
+    assert (short.state, long.state) == ("done", "begun")
+    long.go.set()
+    assert await home.settle(600) == 0
+    assert long.state == "done"
+    assert await home.finish(Work(0)()) == "result"
+
+
 async def test_closing_without_grace_cancels_and_counts(home: Background) -> None:
     works = [Work() for _ in range(3)]
     for work in works:

@@ -659,6 +659,7 @@ async def test_plain_kv_in_place_of_the_edit_is_found_after_a_pass_that_was_left
     engine.scripts = [[7, 8, "stop"]]
     async with stream.open_generation({}) as generation:
         await anext(generation)
+    await asyncio.sleep(0.05)
     server.clear(force=True)
     server.put(PROMPT[:8], kv_of(PROMPT[:8], SHAPE), salt=stream.cache_salt)
     sent = len(engine.requests)

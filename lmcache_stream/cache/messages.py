@@ -178,7 +178,18 @@ class Encoded:
 
     @classmethod
     def of(cls, payload: Any) -> Self:
-        return cls(msgspec.msgpack.encode(payload))
+        """Encode ``payload``.
+
+        Raises:
+            CacheError: it has more bytes than msgpack can carry, 4 GiB.
+        """
+        try:
+            return cls(msgspec.msgpack.encode(payload))
+        except msgspec.EncodeError as error:
+            raise CacheError(
+                f"more KV than LMCache's pickle plane carries in one store: {error}. Run on the server's "
+                "machine with --shm-name, or store fewer tokens"
+            ) from error
 
 
 def encode_request(uid: int, operation: Operation[Any], payloads: Sequence[Any]) -> list[bytes]:

@@ -97,6 +97,7 @@ class Peer:
         self._geometry: KVGeometry | None = None
         self._registering = asyncio.Lock()
         self._connections = 0
+        self._announced = 0
         self._last_used = -math.inf
 
     @property
@@ -130,7 +131,6 @@ class Peer:
         if self.instance_id:
             self._outdated.append(self.instance_id)
             self.instance_id = secrets.randbits(63)
-            self._last_used = -math.inf
 
     async def call(self, operation: Operation[T], *payloads: Any, deadline: float) -> T:
         """Send one operation; see ``RequestClient.call``."""
@@ -153,7 +153,8 @@ class Peer:
 
     def _is_fresh(self) -> bool:
         idle = time.monotonic() - self._last_used
-        return idle < _IDLE_SECONDS and self._connections == self.requests.connections
+        is_same = self._connections == self.requests.connections and self._announced == self.instance_id
+        return is_same and idle < _IDLE_SECONDS
 
     async def _register(self) -> None:
         geometry = self.geometry
@@ -176,7 +177,7 @@ class Peer:
         )
         self._map_pool(reply)
         # After the pool: where that cannot be mapped, the one before it must not stay in use.
-        self._connections = self.requests.connections
+        self._connections, self._announced = self.requests.connections, self.instance_id
 
     def _map_pool(self, reply: RegistrationReply) -> None:
         if not reply.shm_name or reply.pool_size <= 0:

@@ -248,6 +248,8 @@ class Transfers:
             peer.unfilled[request_id] = instance
             reply = await peer.call(PREPARE_STORE, key, instance, deadline=LATE_SECONDS)
             if reply.context.slots is None:
+                # Nothing is reserved on the pickle plane.
+                peer.unfilled.pop(request_id, None)
                 indices = set(range(len(tokens) // peer.chunk_size))
                 data = await source.read(self._pickle)
             else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import mmap
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -415,6 +416,22 @@ async def test_a_lease_may_be_given_back_after_the_closing(server: FakeLMCache) 
     await context.aclose()
     await context.unpin(lease)
     await context.unpin(lease)
+
+
+async def test_a_store_that_no_message_can_carry_is_an_error_and_leaves_nothing(
+    server: FakeLMCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if server.shared_memory:
+        pytest.skip("it carries everything")
+    # Never touched, and so no memory.
+    with mmap.mmap(-1, 2**32) as large:
+        monkeypatch.setattr("lmcache_stream.cache.transfers.dump_chunks", lambda _: large)
+        async with connecting(server) as context:
+            with pytest.raises(lms.CacheError, match="pickle plane"):
+                await context.store(random_kv(12), TOKENS)
+            monkeypatch.undo()
+            assert await context.store(random_kv(12), TOKENS)
+    assert server.registered == {}
 
 
 # Restarts.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import mmap
 import re
 from typing import Any
 
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from lmcache_stream.cache import messages
 from lmcache_stream.cache.messages import (
     ChunkMismatchError,
+    Encoded,
     Operation,
     PrefixKey,
     PrepareRetrieveReply,
@@ -154,6 +156,18 @@ def test_bytes_travel_as_binary_and_text_as_text() -> None:
     assert data == b"\xc4\x03abc"
     *_, text = encode_request(1, messages.END_SESSION, ["abc"])
     assert text == b"\xa3abc"
+
+
+@pytest.mark.parametrize("payload", [b"", b"pickle", "text", 7, KEY])
+def test_a_payload_that_was_encoded_before_is_the_same_frame(payload: Any) -> None:
+    encoded = encode_request(1, messages.COMMIT_STORE, [KEY, Encoded.of(payload)])
+    assert encoded == encode_request(1, messages.COMMIT_STORE, [KEY, payload])
+
+
+def test_more_than_a_message_can_carry_says_what_to_do() -> None:
+    # Never touched, and so no memory.
+    with mmap.mmap(-1, 2**32) as large, pytest.raises(CacheError, match=r"pickle plane .* --shm-name"):
+        Encoded.of(large)
 
 
 @pytest.mark.parametrize("frame_type", [bytes, memoryview])
