@@ -166,7 +166,8 @@ def test_a_payload_that_was_encoded_before_is_the_same_frame(payload: Any) -> No
 
 def test_more_than_a_message_can_carry_says_what_to_do() -> None:
     # Never touched, and so no memory.
-    with mmap.mmap(-1, 2**32) as large, pytest.raises(CacheError, match=r"pickle plane .* --shm-name"):
+    large = memoryview(mmap.mmap(-1, 2**32))
+    with pytest.raises(CacheError, match=r"pickle plane .* --shm-name"):
         Encoded.of(large)
 
 
