@@ -11,29 +11,22 @@ from types import TracebackType
 from typing import Any, Self
 
 import anyio
-import torch
 
-from ._editing import fingerprint
+from ._edited import EditedPrefix
 from ._state import StreamState
 from ._turns import Turns
-from ._verdict import FAILURES, is_done, refuse_failure, refuse_odd_token, unused_edit
+from ._verdict import FAILURES, is_done, refuse_failure, refuse_odd_token
 from .cache.context import AsyncLMCacheContext
-from .cache.lookups import PrefixLease
 from .completions import FinishEvent, PostCompletion, TokenEvent
 from .errors import (
-    CacheLostError,
     ClosedError,
     EngineStreamError,
     InvalidRequestError,
-    LMCacheStreamError,
     StreamBusyError,
 )
 from .metrics import StreamPerfMetrics
 
 __all__ = ["Generation"]
-
-# What is left to do when edited KV is gone.
-_ADVICE = "Store the edit again with update_kv(), or open a new stream"
 
 
 class Generation:
@@ -60,9 +53,8 @@ class Generation:
         self._turns = turns
         self._end_turn: Callable[[], None] | None = None
         self._source: AsyncIterator[TokenEvent | FinishEvent] | None = None
-        self._lease: PrefixLease | None = None
+        self._prefix = EditedPrefix(context, state)
         self._prompt: list[int] = []
-        self._edited = 0
         self._arrivals: list[float] = []
         self._ids: list[int] = []
         self._finish: FinishEvent | None = None
@@ -125,7 +117,7 @@ class Generation:
         except BaseException as error:
             try:
                 if isinstance(error, EngineStreamError):
-                    await self._blame_the_cache(error)
+                    await self._prefix.blame(error)
             finally:
                 await self.aclose()
             if self._is_stopped and isinstance(error, asyncio.CancelledError):
@@ -150,9 +142,8 @@ class Generation:
         self._end_turn = self._turns.take("a generation")
         state = self._state
         self._prompt = state.prompt(self._extra)
-        self._edited = state.edited
-        if self._edited:
-            await self._pin_edited()
+        self._prefix = EditedPrefix(self._context, state)
+        await self._prefix.pin()
         # Copies, because what a PostCompletion does to its arguments is not the stream's business.
         source: Any = self._post_completion(list(self._prompt), dict(self._params), state.cache_salt)
         if not hasattr(source, "__aiter__"):
@@ -164,43 +155,12 @@ class Generation:
             )
         self._source = aiter(source)
 
-    async def _pin_edited(self) -> None:
-        state, context = self._state, self._context
-        if state.unconfirmed and not state.lost:
-            await self._compare_edited()
-        if not state.lost:
-            self._lease = await context.pin(state.tokens[: self._edited], state.cache_salt)
-            found = self._lease.chunks * context.chunk_size
-            if found >= self._edited:
-                return
-            state.lost = (
-                f"{found} of {self._edited} edited tokens are left in LMCache under the salt "
-                f"{state.cache_salt!r} (cleared, evicted or restarted); nothing was sent"
-            )
-        raise CacheLostError(f"{state.lost}. {_ADVICE}")
-
-    async def _compare_edited(self) -> None:
-        """Look at the bytes where an earlier pass was left before its end.
-
-        Had the edited KV been gone then, the engine would have stored plain KV in its place.
-        """
-        state, context = self._state, self._context
-        kv = await context.retrieve(state.tokens[: self._edited], state.cache_salt)
-        if kv is not None and kv.shape[2] == self._edited and state.fingerprint is not None:
-            found = await context.edit_workers.run(fingerprint, kv, context.chunk_size)
-            if not torch.equal(found, state.fingerprint):
-                state.lost = (
-                    f"what LMCache has under the salt {state.cache_salt!r} is no longer the edited KV, so "
-                    "that the last answer, which was left before its end, may not be the edit's"
-                )
-        state.unconfirmed = False
-
     async def _next_token(self) -> TokenEvent | None:
         source = self._source
         assert source is not None
         if not self._started:
             self._started = time.perf_counter()
-            self._state.unconfirmed = bool(self._edited)
+            self._prefix.begin()
         while True:
             try:
                 event = await anext(source)
@@ -228,60 +188,16 @@ class Generation:
         if not self._is_taken:
             self._is_taken = True
             self._state.take(self._extra)
-            self._unpin()
-
-    def _unpin(self) -> None:
-        lease, self._lease = self._lease, None
-        if lease is not None:
-            # Neither the first token nor a cancellation waits for the cache server.
-            self._context.unpin_soon(lease)
+            self._prefix.unpin()
 
     def _conclude(self) -> None:
         """The engine came to its end: check what it says of it, then believe it."""
         state = self._state
         self._ended = time.perf_counter()
         refuse_failure(self._finish, self._ids, len(self._prompt))
-        if self._edited:
-            self._confirm_edited()
-        state.done = is_done(self._finish, len(self._ids), self._params)
-
-    async def _blame_the_cache(self, error: EngineStreamError) -> None:
-        """Raise CacheLostError where the engine failed because the edited KV went away under it.
-
-        vLLM calls a failed load of KV an internal server error.
-        """
-        if not self._edited:
-            return
-        context, state = self._context, self._state
-        try:
-            found = await context.lookup(self._prompt[: self._edited], state.cache_salt)
-        except LMCacheStreamError:
-            return
-        if found < self._edited:
-            if self._lease is not None:
-                # The locks went with the chunks; what is there now is somebody else's.
-                self._lease.chunks = 0
-            state.lost = (
-                f"the engine failed ({error}), and {found} of {self._edited} edited tokens are left in "
-                f"LMCache under the salt {state.cache_salt!r}"
-            )
-            raise CacheLostError(f"{state.lost}. {_ADVICE}") from error
-
-    def _confirm_edited(self) -> None:
-        state = self._state
         cached = self._finish.cached_tokens if self._finish else None
-        if cached is None:
-            warnings.warn(
-                "the engine does not report cached tokens, so that nothing confirms that it decoded from "
-                "the edited KV: start vLLM with --enable-prompt-tokens-details",
-                RuntimeWarning,
-                stacklevel=4,
-            )
-            return
-        state.unconfirmed = False
-        state.lost = unused_edit(cached, self._edited, len(self._prompt), state.cache_salt)
-        if state.lost:
-            raise CacheLostError(f"{state.lost}. {_ADVICE}")
+        self._prefix.confirm(cached, len(self._prompt))
+        state.done = is_done(self._finish, len(self._ids), self._params)
 
     async def aclose(self) -> None:
         """End the pass: abort it in the engine if it still runs, give everything back. Idempotent.
@@ -305,7 +221,7 @@ class Generation:
                     if close is not None:
                         await close()
                 finally:
-                    self._unpin()
+                    self._prefix.unpin()
         finally:
             self._over.set()
             if self._end_turn is not None:
@@ -326,5 +242,5 @@ class Generation:
         warnings.warn(f"{self!r} was not closed", ResourceWarning, source=self, stacklevel=2)
         # Left by a bare `break`: the stream must be usable again, and the locks go back.
         self._end_turn()
-        if self._lease is not None and self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._context.unpin_soon, self._lease)
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._prefix.unpin)

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 
 from ._checks import checked_salt, checked_seconds, checked_token_ids
+from ._edited import ADVICE
 from ._editing import KVEdit, apply_edit, store_whole
 from ._retrieval import wait_for_prefix
 from ._state import EditReport, StreamState, forked_salt
@@ -30,8 +31,7 @@ __all__ = ["AsyncLMCacheStream", "create_request"]
 class AsyncLMCacheStream:
     """One logical request: prefill, take its KV, edit it, put it back, decode from it.
 
-    One operation at a time; a second one meanwhile raises ``StreamBusyError``. A failed, timed-out or
-    cancelled edit leaves the stream as it was.
+    One operation at a time. A failed, timed-out or cancelled edit leaves the stream as it was.
 
     Args:
         ctx: the cache, from ``connect``.
@@ -239,7 +239,7 @@ class AsyncLMCacheStream:
     async def _retrieve(self, timeout: float, poll_interval: float, min_tokens: int | None) -> torch.Tensor:
         state = self._state
         if state.lost:
-            raise CacheLostError(f"{state.lost}. Store the edit again with update_kv(), or open a new stream")
+            raise CacheLostError(f"{state.lost}. {ADVICE}")
         return await wait_for_prefix(
             self._context,
             state.tokens[: state.cacheable(self._context.chunk_size)],
@@ -286,10 +286,8 @@ class AsyncLMCacheStream:
 
     def __repr__(self) -> str:
         state = self._state
-        return (
-            f"<AsyncLMCacheStream {self._stream_id[:8]} tokens={len(state.tokens)} "
-            f"suffix={len(state.suffix)} decoded={len(state.decoded)} edits={len(state.edits)}>"
-        )
+        counts = f"tokens={len(state.tokens)} suffix={len(state.suffix)} decoded={len(state.decoded)}"
+        return f"<AsyncLMCacheStream {self._stream_id[:8]} {counts} edits={len(state.edits)}>"
 
 
 def create_request(

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 import warnings
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
 
-import anyio
 import torch
 
 from .._background import to_the_end
@@ -18,10 +16,9 @@ from .._checks import checked_salt, checked_token_ids
 from .._workers import Workers
 from ..errors import ClosedError, GeometryError, InvalidRequestError, LayoutError
 from ..rope import RopeConfig
-from . import layouts
-from .discovery import Discovery, with_dtype
+from .discovery import Discovery
 from .geometry import KVGeometry
-from .layout_check import verify_layout
+from .knowledge import Knowledge
 from .lookups import Lookups, PrefixLease
 from .messages import ChunkMismatchError
 from .model_config import ModelConfig
@@ -54,18 +51,15 @@ class AsyncLMCacheContext:
         rope: RopeConfig | None,
     ) -> None:
         self._peer = peer
-        self._assumed = discovery.assumed
-        self._config = config
-        self._max_model_len = max_model_len
-        self._rope = rope
         self._lookups = Lookups(peer)
         self._workers = Workers("lmcache-stream")
         # Apart, so that edits, however long they take, never hold up the filling of a slot.
         self._edit_workers = Workers("lmcache-stream edit")
         self._transfers = Transfers(peer, self._lookups, self._workers)
         self._stores = Stores(peer, self._lookups, self._transfers, self._workers)
-        self._correcting = anyio.Lock()
-        self._layout_is_checked = False
+        self._knowledge = Knowledge(
+            peer, discovery, config, self._workers, max_model_len=max_model_len, rope=rope
+        )
         self._is_closed = False
         self._closed = asyncio.Event()
         self._loop = asyncio.get_running_loop()
@@ -97,13 +91,7 @@ class AsyncLMCacheContext:
         Raises:
             GeometryError: no model configuration is known, or its RoPE is not supported.
         """
-        if self._rope is None:
-            if self._config is None:
-                raise GeometryError(
-                    f"the RoPE of {self.model_name!r} is not known: pass model_config= to connect()"
-                )
-            self._rope = RopeConfig.from_model_config(self._config.raw, max_model_len=self._max_model_len)
-        return self._rope
+        return self._knowledge.rope
 
     async def lookup(self, tokens: Sequence[int], cache_salt: str = "") -> int:
         """Return how many leading tokens of ``tokens`` have their KV in the cache, in whole chunks.
@@ -179,7 +167,7 @@ class AsyncLMCacheContext:
     def check_kv(self, kv: torch.Tensor, num_tokens: int) -> None:
         """Raise unless ``kv`` is what the cache can hold for ``num_tokens`` tokens."""
         geometry = self.geometry
-        if self._assumed:
+        if self._knowledge.is_assumed:
             raise GeometryError(
                 "the engine's KV dtype is not known before something was retrieved: retrieve first, or "
                 "pass geometry= to connect()"
@@ -200,25 +188,6 @@ class AsyncLMCacheContext:
             raise InvalidRequestError(
                 f"kv is {kv.dtype}, but the cache holds {geometry.dtype}: convert it with kv.to(...)"
             )
-
-    async def _check_layout(self, kv: torch.Tensor, tokens: Sequence[int]) -> None:
-        """Check, until it has passed once, that layout and RoPE are what the engine writes."""
-        if self._layout_is_checked:
-            return
-        try:
-            rope = self.rope
-        except GeometryError as error:
-            # Nothing here will rotate these keys; a function of the caller's must know what it does.
-            self._layout_is_checked = True
-            logger.warning("the KV layout %r is not checked: %s", self.geometry.layout, error)
-            return
-        spread = await self._workers.run(
-            functools.partial(verify_layout, kv, tokens, self.geometry, rope, chunk_size=self.chunk_size)
-        )
-        if spread is None:
-            logger.info("too few repeated tokens on this prompt to check the KV layout; the next may do")
-        else:
-            self._layout_is_checked = True
 
     async def pin(
         self, tokens: Sequence[int], cache_salt: str = "", *, deadline: float | None = None
@@ -247,32 +216,15 @@ class AsyncLMCacheContext:
         try:
             kv = await self._transfers.read(lease)
         except ChunkMismatchError as mismatch:
-            await self._correct(mismatch)
+            await self._knowledge.correct(mismatch)
             again = await self.pin(lease.tokens, lease.cache_salt)
             if not again.chunks:
                 await self.unpin(again)
                 return None
             kv = await self._transfers.read(again)
         if kv is not None:
-            self._assumed = False
-            await self._check_layout(kv, lease.tokens[: kv.shape[2]])
+            await self._knowledge.check_layout(kv, lease.tokens[: kv.shape[2]])
         return kv
-
-    async def _correct(self, mismatch: ChunkMismatchError) -> None:
-        """Take the engine's dtype over from its chunks where it was only assumed."""
-        async with self._correcting:
-            if self.geometry.dtype == mismatch.dtype:
-                return
-            if not self._assumed:
-                raise mismatch
-            changed = with_dtype(self.geometry, mismatch.dtype)
-            shape = layouts.get(changed.layout).chunk_shape(changed, self.chunk_size)
-            if shape != mismatch.shape:
-                raise mismatch
-            logger.info("the engine of %s keeps its KV in %s", self.model_name, mismatch.dtype)
-            # To its end: the registration before it has to end too.
-            await self._peer.background.finish(self._peer.register(changed))
-            self._assumed = False
 
     def _check_open(self) -> None:
         if self._is_closed:

@@ -84,7 +84,7 @@ class ChoiceDecoder:
         """
         try:
             chunk = _decode(data)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             return self._not_a_chunk(data, error)
         choices = chunk.choices
         if len(choices) == 1 and chunk.error is None:

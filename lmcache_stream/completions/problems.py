@@ -21,7 +21,7 @@ def problem(body: bytes) -> str:
     """
     try:
         said: Any = msgspec.json.decode(body)
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         said = body.decode("utf-8", "replace")
     for _ in range(3):
         if not isinstance(said, dict):

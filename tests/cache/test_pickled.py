@@ -306,6 +306,7 @@ NESTED: dict[str, Callable[[], bytes]] = {
     "a call in a zip": lambda: as_zip(CALLS["os.system"]),
     "a call as the first pickle": lambda: pickle.dumps(CALLS["os.system"]),
     "a call after the magic number": lambda: STORAGE_BYTES[:15] + pickle.dumps(CALLS["os.system"]),
+    "a storage in a zip": lambda: as_zip(chunk().flatten()._typed_storage()),  # type: ignore[no-untyped-call]
     "a tensor in a zip": lambda: as_zip(chunk()),
     "TorchScript": as_torchscript,
     "a tar": as_tar,
