@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -81,6 +82,8 @@ def forked(context: sync.LMCacheContext) -> None:
 
 
 if __name__ == "__main__":
+    # A run in the background of a shell hands down an interrupt that is ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     program = globals()[sys.argv[1]]
     opened = connect()
     program(opened)

@@ -149,15 +149,28 @@ def test_a_blocking_call_on_the_loop_s_own_thread_is_refused(server: FakeLMCache
             stream.generate({})
 
 
+_started: list[subprocess.Popen[str]] = []
+
+
+@pytest.fixture(autouse=True)
+def no_process_is_left() -> Iterator[None]:
+    yield
+    while _started:
+        with _started.pop() as process:
+            process.kill()
+
+
 def start(program: str, server: FakeLMCache) -> subprocess.Popen[str]:
     command = [sys.executable, "-X", "dev", "-m", "tests.sync_script"]
-    return subprocess.Popen(
+    process = subprocess.Popen(
         [*command, program, server.url, server.http_url],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
+    _started.append(process)
+    return process
 
 
 def until_ready(process: subprocess.Popen[str]) -> None:
