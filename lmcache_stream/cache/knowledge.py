@@ -77,7 +77,6 @@ class Knowledge:
             logger.info("the engine of %s keeps its KV in %s", peer.model_name, mismatch.dtype)
             # To its end, so that no registration is left that nobody knows of.
             await peer.background.finish(peer.register(changed))
-            self.is_assumed = False
 
     async def check_layout(self, kv: torch.Tensor, tokens: Sequence[int]) -> None:
         """Check retrieved KV, until it has passed once: are layout and RoPE what the engine writes?
@@ -85,7 +84,6 @@ class Knowledge:
         Raises:
             LayoutError: they are not; the message says what was measured and what would fit.
         """
-        self.is_assumed = False
         if self._is_checked:
             return
         geometry = self._peer.geometry
@@ -93,7 +91,7 @@ class Knowledge:
             rope = self.rope
         except GeometryError as error:
             # Nothing here will rotate these keys; a function of the caller's must know what it does.
-            self._is_checked = True
+            self._is_checked, self.is_assumed = True, False
             logger.warning("the KV layout %r is not checked: %s", geometry.layout, error)
             return
         size = self._peer.chunk_size
@@ -102,3 +100,4 @@ class Knowledge:
             logger.info("too few repeated tokens on this prompt to check the KV layout; the next may do")
         else:
             self._is_checked = True
+        self.is_assumed = False

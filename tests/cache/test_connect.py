@@ -626,6 +626,21 @@ async def test_before_any_retrieve_an_assumed_dtype_stores_nothing(server: FakeL
         assert await context.store(kv, [1, *TOKENS[1:]])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+async def test_a_retrieve_that_refuted_the_layout_opens_no_way_for_stores(dtype: torch.dtype) -> None:
+    async with FakeLMCache(shared_memory=False, engine_use_mla=True) as server:
+        tokens = [1, 2, 3, 4] * 8
+        for end in range(4, 33, 4):
+            # Of random numbers no layout can be right.
+            server.chunks["model", "", tuple(tokens[:end])] = torch.randn((2, 4, 32)).to(dtype)
+        async with connecting(server, geometry=None, model_config=CONFIG) as context:
+            assert context.geometry.layout == "cpu-vec"
+            with pytest.raises(lms.LayoutError):
+                await context.retrieve(tokens)
+            with pytest.raises(lms.GeometryError, match="retrieve first"):
+                await context.store(random_kv(12).to(dtype), TOKENS)
+
+
 async def test_a_given_geometry_is_not_corrected(server: FakeLMCache) -> None:
     server.put(TOKENS, random_kv(12).bfloat16())
     async with connecting(server) as context:
