@@ -145,7 +145,7 @@ class Peer:
 
         A registration that is under way is waited for: the server works on requests side by side.
         """
-        if self._is_fresh() and not self._registering.locked():
+        if self._is_fresh():
             return
         async with self._registering:
             if not self._is_fresh():

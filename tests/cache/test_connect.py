@@ -588,6 +588,26 @@ async def test_a_retrieve_that_runs_while_another_corrects_comes_through(server:
     assert server.registered == {}
 
 
+async def test_nothing_is_sent_on_a_registration_that_is_under_way(server: FakeLMCache) -> None:
+    """The server works on requests side by side, and answers unknown clients with silence."""
+    kv = random_kv(12).bfloat16()
+    server.put(TOKENS, kv)
+    other = [1, *TOKENS[1:]]
+    server.put(other, kv)
+    registering = "register_kv_cache_engine_driven_context"
+    async with connecting(server, geometry=None, model_config=CONFIG) as context:
+        server.calls.clear()
+        server.delays = {registering: 0.2}
+        first = asyncio.create_task(context.retrieve(TOKENS))
+        with anyio.fail_after(10):
+            while registering not in server.calls:
+                await asyncio.sleep(0.005)
+        with anyio.fail_after(10):
+            for one in (await context.retrieve(other), await first):
+                assert one is not None
+                assert torch.equal(one, kv)
+
+
 async def test_a_cancel_anywhere_in_the_correction_leaves_nothing_behind(server: FakeLMCache) -> None:
     kv = random_kv(12).bfloat16()
     server.put(TOKENS, kv)
@@ -655,4 +675,6 @@ async def test_chunks_of_another_shape_are_never_corrected(server: FakeLMCache) 
     async with connecting(server, geometry=None, model_config=CONFIG) as context:
         with pytest.raises(lms.GeometryError, match=r"chunks are torch.bfloat16\[2, 2, 4, 12\]"):
             await context.retrieve(TOKENS)
+        assert context.geometry.dtype is torch.float32
+        assert len(server.registered) == 1
         assert server.locked == (0, 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import Callable
 
 import pytest
@@ -26,12 +27,17 @@ def kept_of(length: int) -> list[int]:
     return [*range(length // 4), *range(2 * length // 3, length)]
 
 
+def fresh_salt() -> str:
+    """A salt of this run's own, so that its KV comes from one prefill, whatever ran before."""
+    return f"reference-{secrets.token_hex(4)}"
+
+
 async def run_async(stack: RealStack, prompt: list[int]) -> Run:
     async with (
         lms.connect(stack.cache.url, stack.cache.http_url, stack.model_name) as context,
         lms.VLLMCompletions(stack.engine.url, stack.engine.model) as engine,
     ):
-        stream = lms.create_request(context, engine, prompt)
+        stream = lms.create_request(context, engine, prompt, fresh_salt())
         await stream.generate({"max_tokens": 1, "temperature": 0})
         kv = await stream.retrieve_kv()
         await stream.modify_kv(lms.keep(kept_of(kv.shape[2])))
@@ -47,7 +53,7 @@ def run_sync(stack: RealStack, prompt: list[int]) -> Run:
         sync.connect(stack.cache.url, stack.cache.http_url, stack.model_name) as context,
         sync.VLLMCompletions(stack.engine.url, stack.engine.model) as engine,
     ):
-        stream = sync.create_request(context, engine, prompt)
+        stream = sync.create_request(context, engine, prompt, fresh_salt())
         stream.generate({"max_tokens": 1, "temperature": 0})
         kv = stream.retrieve_kv()
         stream.modify_kv(sync.keep(kept_of(kv.shape[2])))
