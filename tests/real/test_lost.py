@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import secrets
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
@@ -53,7 +54,9 @@ class Recording:
 async def edited_stream(
     stack: RealStack, context: lms.AsyncLMCacheContext, engine: Recording, characters: int = 2500
 ) -> lms.AsyncLMCacheStream:
-    stream = lms.create_request(context, engine, long_prompt(characters))
+    # Under a salt of its own, so that its KV comes from one prefill, whatever is cached already.
+    salt = f"lost-{secrets.token_hex(4)}"
+    stream = lms.create_request(context, engine, long_prompt(characters), salt)
     await stream.generate({"max_tokens": 1, "temperature": 0})
     await stream.modify_kv(lms.keep(range(0, len(stream.tokens) // 32 * 32, 2)))
     return stream
