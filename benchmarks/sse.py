@@ -9,8 +9,9 @@ step, as an engine does: one event to every stream, then the next.
 
 The clients: ``VLLMCompletions``; httpx with ``json.loads`` for each line, which is the loop of LMCache's
 example; the openai client; and a bare asyncio protocol that drops the bytes, which is the least that this
-machine needs for them. They take turns, and each figure is the median over the rounds. CPU time is the
-client process's own (``time.process_time``), all of it from the first connection to the last token.
+machine needs for them. They take turns. A ratio is the median of those of the rounds, with the
+least and the greatest; other figures are medians over the rounds. CPU time is the client process's own
+(``time.process_time``), all of it from the first connection to the last token.
 """
 
 from __future__ import annotations
@@ -231,10 +232,10 @@ async def together(one: Callable[[], Awaitable[int]], settings: Settings) -> int
     return sum(task.result() for task in tasks)
 
 
-OURS, PEER = "lmcache_stream", "httpx + json"
+OURS = "lmcache_stream"
 CLIENTS: dict[str, Client] = {
     OURS: lmcache_stream,
-    PEER: httpx_and_json,
+    "httpx + json": httpx_and_json,
     "openai client": openai_client,
     "bytes alone": bytes_alone,
 }
@@ -287,17 +288,13 @@ def median(figures: list[Figure]) -> Figure:
     )
 
 
-def ratios(figures: dict[str, list[Figure]]) -> dict[str, float]:
-    """Return this library's CPU time per token as a part of each other client's."""
-    ours = median(figures[OURS]).cpu_us
-    return {name: ours / median(of).cpu_us for name, of in figures.items() if name != OURS}
-
-
-def spread(figures: dict[str, list[Figure]]) -> tuple[float, float]:
-    """Return the least and the greatest ratio to httpx and json of a round."""
-    pairs = zip(figures[OURS], figures[PEER], strict=True)
-    each = [ours.cpu_us / theirs.cpu_us for ours, theirs in pairs]
-    return min(each), max(each)
+def ratios(figures: dict[str, list[Figure]]) -> dict[str, list[float]]:
+    """Return this library's CPU time per token as a part of each other client's, round by round."""
+    return {
+        name: [ours.cpu_us / theirs.cpu_us for ours, theirs in zip(figures[OURS], of, strict=True)]
+        for name, of in figures.items()
+        if name != OURS
+    }
 
 
 def environment() -> dict[str, str]:
@@ -309,9 +306,11 @@ def environment() -> dict[str, str]:
 def report(settings: Settings, figures: dict[str, dict[str, list[Figure]]]) -> None:
     """Print ratios first, then what they are made of."""
     for mode, of in figures.items():
-        parts = ", ".join(f"{ratio:.3f} of {name}" for name, ratio in ratios(of).items())
-        low, high = spread(of)
-        print(f"{mode}: CPU per token {parts} (to {PEER}: {low:.3f} to {high:.3f} over the rounds)")
+        parts = [
+            f"{statistics.median(each):.3f} of {name} ({min(each):.3f} to {max(each):.3f})"
+            for name, each in ratios(of).items()
+        ]
+        print(f"{mode}, CPU per token: {', '.join(parts)}")
     for mode, of in figures.items():
         print(f"\n{mode:24}{'CPU us/token':>14}{'tokens/s':>12}")
         for name, one in of.items():
