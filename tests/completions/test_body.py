@@ -105,6 +105,16 @@ async def test_a_full_buffer_holds_the_sender_back_until_it_is_read(light: bool)
 
 
 @pytest.mark.parametrize("light", [False, True])
+async def test_a_body_that_is_read_as_it_comes_never_holds_the_sender_back(light: bool) -> None:
+    protocol, pipe, content = await body(light)
+    _, high = content.get_read_buffer_limits()
+    for _ in range(high // 50_000 + 2):
+        protocol.data_received(chunked(b"x" * 50_000))
+        assert pipe.is_reading()
+        assert len(await content.readany()) == 50_000
+
+
+@pytest.mark.parametrize("light", [False, True])
 async def test_a_connection_that_breaks_wakes_the_reader(light: bool) -> None:
     protocol, _, content = await body(light)
     reading = asyncio.ensure_future(content.readany())

@@ -239,6 +239,7 @@ def test_a_count_without_any_id_names_the_flags_too() -> None:
         (b'{"choices": "x"}', "no completion chunk"),
         (b'{"choices": [{"text": "\xff"}]}', "no completion chunk"),
         (b"[1]", "no completion chunk"),
+        (b'{"choices": [], "extra": ' + b"[" * 100_000, "no completion chunk"),
         (b"oops", "oops"),
     ],
 )

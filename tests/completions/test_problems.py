@@ -24,6 +24,7 @@ from lmcache_stream.completions.problems import hint, problem, retry_after
         (b"<html>\n  <h1>502</h1>\n</html>", "<html> <h1>502</h1> </html>"),
         (b"\xff\xfe", "\ufffd\ufffd"),
         (b"", ""),
+        (b"[" * 100_000, "[" * 500 + "..."),
     ],
 )
 def test_the_message_of_a_body(body: bytes, message: str) -> None:

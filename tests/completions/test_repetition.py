@@ -194,6 +194,7 @@ def test_split_text(before: str, after: str, parts: tuple[str, str]) -> None:
         ("xyz", "xyz", "漢", True, ""),
         ("user hello ", "<s>user hello ", "漢", True, ""),
         ("user hello 漢", "<s>user hello ", "漢b", True, "漢"),
+        ("hi 漢b", "<s>hi ", "漢b", False, "漢b"),
         ("something else", "<s>user hello ", "漢b", True, None),
     ],
 )

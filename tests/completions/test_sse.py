@@ -25,6 +25,7 @@ CASES: dict[str, tuple[bytes, list[Event]]] = {
     "comments": (b": hello\n\ndata: a\n:\n: x\n\n", [Event(b"a")]),
     "a comment that names a field": (b":data: no\ndata: a\n\n", [Event(b"a")]),
     "two data lines": (b"data: a\ndata: b\n\n", [Event(b"a\nb")]),
+    "two data lines, CRLF": (b"data: a\r\ndata: b\r\n\r\n", [Event(b"a\nb")]),
     "an empty data line between": (b"data: a\ndata:\ndata: b\n\n", [Event(b"a\n\nb")]),
     "empty data": (b"data:\n\ndata: \n\ndata\n\n", [Event(b""), Event(b""), Event(b"")]),
     "two empty data lines": (b"data\ndata\n\n", [Event(b"\n")]),

@@ -217,8 +217,23 @@ async def test_passes_one_after_another_share_a_connection() -> None:
         assert server.connections == 1
 
 
+async def test_a_response_whose_end_comes_later_leaves_its_connection_too() -> None:
+    async def script(connection: Connection) -> None:
+        while True:
+            await connection.request()
+            await connection.head()
+            await connection.send(*ANSWER)
+            await asyncio.sleep(0.03)
+            await connection.end()
+
+    async with serving(script) as server, VLLMCompletions(server.url, "m") as engine:
+        for _ in range(2):
+            assert await collect(engine) == WANTED
+        assert server.connections == 1
+
+
 async def test_more_passes_at_once_than_aiohttps_usual_hundred() -> None:
-    number = 150
+    number = 110
     waiting = asyncio.Semaphore(0)
     gate = asyncio.Event()
 

@@ -7,7 +7,6 @@ afterwards, and at what is left on the loop.
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
@@ -180,7 +179,6 @@ async def test_a_caller_that_breaks_off_closes_the_connection(how: str) -> None:
             if how == "aclose":
                 await source.aclose()
         del source
-        gc.collect()
         await server.finished()
 
 
@@ -212,6 +210,25 @@ async def test_a_caller_that_leaves_while_the_connection_is_made_ends_it(
     await by_task_cancel(run(engine), looked_up)
     await asyncio.wait_for(engine.aclose(), 5)
     assert not caplog.records
+
+
+async def test_a_stale_connection_is_not_replaced_for_a_caller_that_has_left() -> None:
+    reached, left = asyncio.Event(), asyncio.Event()
+
+    async def script(connection: Connection) -> None:
+        await connection.request()
+        await connection.answer(*ANSWER)
+        await connection.request()
+        reached.set()
+        await left.wait()
+
+    async with serving(script) as server:
+        async with VLLMCompletions(server.url, "m") as engine:
+            assert await run(engine) == [5, 6]
+            await by_task_cancel(run(engine), reached)
+            left.set()
+        await server.finished()
+        assert server.connections == 1
 
 
 async def test_a_prompt_that_is_still_being_sent() -> None:
@@ -301,7 +318,8 @@ async def test_closing_that_is_cancelled_closes_all_the_same(leave: Leave) -> No
 
 
 async def test_closing_ends_passes_under_way() -> None:
-    streaming, waiting = asyncio.Event(), asyncio.Event()
+    """Those that stream at once; those that wait for the engine once it has begun to answer."""
+    streaming, waiting, gate = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
     async def streams(connection: Connection) -> None:
         await connection.request()
@@ -312,21 +330,26 @@ async def test_closing_ends_passes_under_way() -> None:
     async def waits(connection: Connection) -> None:
         await connection.request()
         waiting.set()
-        assert await connection.stays(0.1)
+        await gate.wait()
+        assert await connection.stays()
         await connection.head()
         await connection.send(FIRST)
         await connection.lost()
 
     async with serving(streams, waits) as server:
         engine = VLLMCompletions(server.url, "m")
-        passes = [asyncio.ensure_future(run(engine, streaming))]
+        one = asyncio.ensure_future(run(engine, streaming))
         await streaming.wait()
-        passes.append(asyncio.ensure_future(run(engine)))
+        other = asyncio.ensure_future(run(engine))
         await waiting.wait()
-        await engine.aclose()
-        for one in passes:
-            with pytest.raises(ClosedError, match="closed"):
-                await one
+        closing = asyncio.ensure_future(engine.aclose())
+        with pytest.raises(ClosedError, match="in the middle of a pass, after 1 tokens"):
+            await one
+        assert not closing.done()
+        gate.set()
+        with pytest.raises(ClosedError, match="before the engine answered"):
+            await other
+        await closing
         await server.finished()
 
 

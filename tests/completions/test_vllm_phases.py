@@ -264,6 +264,26 @@ async def test_the_deadline_between_two_events(between: bytes | None) -> None:
     assert caught.value.token_ids == (5, 6)
 
 
+@pytest.mark.parametrize(("first_token", "idle"), [(30, 0.1), (0.1, 30)])
+async def test_each_phase_has_its_own_deadline(first_token: float, idle: float) -> None:
+    async def script(connection: Connection) -> None:
+        await connection.request()
+        await connection.head()
+        await connection.send(event([5], "a"))
+        await asyncio.sleep(0.3)
+        if not await connection.stays(0.05):
+            return
+        await connection.answer_body(event([6], "b", "length"), usage(3, 2), DONE)
+
+    timeouts = CompletionTimeouts(first_token=first_token, idle=idle)
+    async with serving(script) as server, VLLMCompletions(server.url, "m", timeouts=timeouts) as engine:
+        if idle < first_token:
+            with pytest.raises(EngineTimeoutError, match=r"no event for 0\.1 s after 1 tokens"):
+                await ids_of(engine)
+        else:
+            assert await ids_of(engine) == [5, 6]
+
+
 async def test_without_a_first_token_deadline_only_events_are_counted_as_idle() -> None:
     async def script(connection: Connection) -> None:
         await connection.request()

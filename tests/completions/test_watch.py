@@ -46,6 +46,9 @@ async def test_time_in_which_nobody_waits_does_not_count(limit: float | None) ->
     watch.restart(limit)
     await asyncio.sleep(0.12)
     assert not bell.rung.is_set()
+    watch.since = now()
+    if limit is not None:
+        await asyncio.wait_for(bell.rung.wait(), 5)
     watch.stop()
 
 
