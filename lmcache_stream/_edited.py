@@ -11,7 +11,7 @@ from ._state import StreamState
 from ._verdict import unused_edit
 from .cache.context import AsyncLMCacheContext
 from .cache.lookups import PrefixLease
-from .errors import CacheLostError, EngineStreamError, LMCacheStreamError
+from .errors import CacheLostError, EngineError, LMCacheStreamError
 
 ADVICE = "Store the edit again with update_kv(), or open a new stream"
 """What is left to do when edited KV is gone."""
@@ -75,10 +75,10 @@ class EditedPrefix:
         if lease is not None:
             self._context.unpin_soon(lease)
 
-    async def blame(self, error: EngineStreamError) -> None:
+    async def blame(self, error: EngineError) -> None:
         """Raise CacheLostError where the engine failed because the edited KV went away under it.
 
-        vLLM calls a failed load of KV an internal server error.
+        vLLM calls a failed load of KV an internal server error, or dies of it.
         """
         context, state = self._context, self._state
         if not self._length:

@@ -20,7 +20,7 @@ from .cache.context import AsyncLMCacheContext
 from .completions import FinishEvent, PostCompletion, TokenEvent
 from .errors import (
     ClosedError,
-    EngineStreamError,
+    EngineError,
     InvalidRequestError,
     StreamBusyError,
 )
@@ -116,7 +116,7 @@ class Generation:
                 self._conclude()
         except BaseException as error:
             try:
-                if isinstance(error, EngineStreamError):
+                if isinstance(error, EngineError):
                     await self._prefix.blame(error)
             finally:
                 await self.aclose()

@@ -19,6 +19,11 @@ GEOMETRY = lms.KVGeometry(
 )
 
 
+def say(line: str) -> None:
+    """Print a line at once and whole: `print` writes its end apart, and two threads print here."""
+    os.write(1, f"{line}\n".encode())
+
+
 def connect() -> sync.LMCacheContext:
     url, http_url = sys.argv[2:4]
     return sync.connect(url, http_url, "model", geometry=GEOMETRY)
@@ -30,7 +35,7 @@ def endless(prompt: Sequence[int], params: Mapping[str, Any], salt: str) -> Iter
             time.sleep(0.02)
             yield lms.TokenEvent(1, "x")
     finally:
-        print("generator closed", flush=True)
+        say("generator closed")
 
 
 def interrupted(context: sync.LMCacheContext) -> None:
@@ -40,29 +45,29 @@ def interrupted(context: sync.LMCacheContext) -> None:
         with stream.open_generation({"max_tokens": 10**6}) as generation:
             for count, _ in enumerate(generation):
                 if count == 2:
-                    print("ready", flush=True)
+                    say("ready")
     except KeyboardInterrupt:
-        print("interrupted", flush=True)
+        say("interrupted")
     stream.modify_kv  # noqa: B018 - the stream is still there
-    print("lookup", context.lookup([1, 2, 3, 4]), flush=True)
+    say(f"lookup {context.lookup([1, 2, 3, 4])}")
 
 
 def blocked(context: sync.LMCacheContext) -> None:
     """Print "ready" and be interrupted in a lookup that the server never answers."""
-    print("ready", flush=True)
+    say("ready")
     started = time.monotonic()
     try:
         context.lookup([1, 2, 3, 4])
     except KeyboardInterrupt:
-        print(f"interrupted {time.monotonic() - started:.3f}", flush=True)
+        say(f"interrupted {time.monotonic() - started:.3f}")
 
 
 def forgotten(context: sync.LMCacheContext) -> None:
     """Print "ready", wait for the server to be gone, and exit without closing anything."""
     context.store(torch.zeros(GEOMETRY.kv_shape(4)), [1, 2, 3, 4])
-    print("ready", flush=True)
+    say("ready")
     sys.stdin.readline()
-    print("exit", flush=True)
+    say("exit")
 
 
 def forked(context: sync.LMCacheContext) -> None:
@@ -73,12 +78,12 @@ def forked(context: sync.LMCacheContext) -> None:
         try:
             context.lookup([1, 2, 3, 4])
         except lms.ClosedError as error:
-            print("child:", error, flush=True)
+            say(f"child: {error}")
         with connect() as own:
-            print("child's own:", own.lookup([1, 2, 3, 4]), flush=True)
+            say(f"child's own: {own.lookup([1, 2, 3, 4])}")
         os._exit(0)
     os.waitpid(child, 0)
-    print("parent:", context.lookup([1, 2, 3, 4]), flush=True)
+    say(f"parent: {context.lookup([1, 2, 3, 4])}")
 
 
 if __name__ == "__main__":

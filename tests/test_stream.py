@@ -435,17 +435,26 @@ async def test_an_engine_that_did_not_use_the_edited_kv_is_an_error_at_the_end(
     assert len(engine.requests) == 2
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        lms.EngineStreamError("Internal server error"),
+        lms.EngineConnectError("the engine is gone"),
+        lms.TruncatedStreamError("the stream broke off"),
+    ],
+)
 async def test_an_engine_error_because_the_kv_went_away_says_so(
-    stream: lms.AsyncLMCacheStream, engine: ScriptedEngine, server: FakeLMCache
+    stream: lms.AsyncLMCacheStream, engine: ScriptedEngine, server: FakeLMCache, error: lms.EngineError
 ) -> None:
-    engine.scripts = [[1, "length"], [0.05, lms.EngineStreamError("Internal server error")]]
+    engine.scripts = [[1, "length"], [0.05, error]]
     await stream.generate({"max_tokens": 1})
     await stream.modify_kv(first_half)
     passing = asyncio.create_task(stream.generate({}))
     await asyncio.sleep(0.02)
     server.clear(force=True)
-    with pytest.raises(lms.CacheLostError, match="Internal server error"):
+    with pytest.raises(lms.CacheLostError, match=str(error)) as caught:
         await passing
+    assert caught.value.__cause__ is error
 
 
 async def test_an_engine_that_reports_no_cached_tokens_is_warned_of(
