@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 import secrets
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
@@ -121,26 +120,25 @@ async def test_cleared_by_force_while_the_engine_loads_never_gives_another_answe
     installed: Path, logs: Path
 ) -> None:
     # Servers of its own: losing KV in the middle of a load can be the end of vLLM, which then starts anew.
-    chance = random.Random(20)
+    delays = [0.004 * number**1.5 for number in range(8)]
     right: list[int] | None = None
-    lost = attempt = 0
+    lost = 0
     with lmcache_server(installed, logs) as cache:
-        while attempt < 12:
+        while delays:
             with vllm_server(installed, logs, cache) as vllm:
                 stack = RealStack(cache, vllm, torch.bfloat16)
                 async with (
                     lms.connect(cache.url, cache.http_url, stack.model_name) as context,
                     lms.VLLMCompletions(vllm.url, vllm.model) as engine,
                 ):
-                    while attempt < 12 and vllm.is_alive:
-                        attempt += 1
+                    while delays and vllm.is_alive:
                         recording = Recording(engine, stack)
                         try:
                             stream = await edited_stream(stack, context, recording, 6000)
                         except lms.EngineError:
                             break  # It was dying when it was asked whether it lives.
                         before = len(stream.output_tokens())
-                        recording.clear_after = chance.uniform(0.0, 0.12) if right else None
+                        recording.clear_after = delays.pop(0) if right else None
                         try:
                             await stream.generate(GREEDY)
                         except lms.CacheLostError:
