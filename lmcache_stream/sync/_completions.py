@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import inspect
 import warnings
@@ -9,11 +10,17 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from types import TracebackType
 from typing import Any, Self, TypeAlias
 
+import anyio
+
+from .._background import to_the_end
 from .._workers import Workers
 from ..completions import CompletionTimeouts, FinishEvent, PostCompletion, TokenEvent
 from ..completions import VLLMCompletions as AsyncVLLMCompletions
 from ..errors import InvalidRequestError
 from ._portal import Portal
+
+# How long a pass that is left waits for its generator to be closed, which may be in a blocking call.
+_CLOSE_SECONDS = 1.0
 
 Event: TypeAlias = TokenEvent | FinishEvent
 SyncPostCompletion: TypeAlias = Callable[[list[int], dict[str, Any], str], Iterable[Event]]
@@ -127,9 +134,25 @@ async def _iterate_in_thread(post_completion: SyncPostCompletion, *arguments: An
     finally:
         close = getattr(events, "close", None)
         if close is not None:
-            # Behind a `next` that may still run: a thread cannot be interrupted, only followed.
-            thread.submit(close)
+            await to_the_end(_close_in(thread, close))
         thread.close()
+
+
+async def _close_in(thread: Workers, close: Callable[[], None]) -> None:
+    """Close a generator behind a `next` that may still run: a thread cannot be interrupted."""
+    loop, closed = asyncio.get_running_loop(), asyncio.Event()
+
+    def work() -> None:
+        try:
+            close()
+        finally:
+            # The loop may be over by then.
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(closed.set)
+
+    thread.submit(work)
+    with anyio.move_on_after(_CLOSE_SECONDS):
+        await closed.wait()
 
 
 def _next(events: Iterator[Event], over: object) -> Any:
