@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import aiohttp
+import msgspec
 
 from .._background import Background
 from .._checks import checked_salt, checked_token_ids
@@ -158,7 +159,7 @@ class VLLMCompletions:
                 await exchange.finish()
             end = choices.finish()
             if repeated.watching and (end.text or isinstance(choices.stop_reason, str)):
-                end = replace(end, text=await repeated.mend(end.text, choices))
+                end = msgspec.structs.replace(end, text=await repeated.mend(end.text, choices))
             yield end
         finally:
             watch.stop()

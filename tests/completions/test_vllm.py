@@ -152,6 +152,18 @@ async def test_other_line_ends() -> None:
         assert await collect(engine) == WANTED
 
 
+async def test_an_answer_that_a_stop_string_ends_at_once() -> None:
+    stopped = json.loads(event([5], "", "stop")[6:])
+    stopped["choices"][0]["stop_reason"] = "END"
+    body = b"data: " + json.dumps(stopped).encode() + b"\n\n"
+    async with (
+        serving(playing(body, usage(3, 1), DONE)) as server,
+        VLLMCompletions(server.url, "m") as engine,
+    ):
+        ids, texts, finish = await collect(engine, params={"stop": ["END"]})
+    assert (ids, texts, finish) == ([5], [""], FinishEvent("stop", "", 3, 1))
+
+
 async def test_a_response_without_length_or_chunks() -> None:
     async def script(connection: Connection) -> None:
         await connection.request()
