@@ -12,8 +12,9 @@ import torch
 import lmcache_stream as lms
 from lmcache_stream import sync
 
-from . import reference
+from .. import reference
 from .conftest import STACKS, RealStack, long_prompt, until_unlocked
+from .reference import model
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
 
@@ -87,11 +88,11 @@ def test_the_decoded_tokens_are_those_of_the_reference(
     whole = kv.shape[2]
     kept = kept_of(whole)
     chunked = len(kept) // 32 * 32
-    edited = reference.dropped(kv, kept, stack.dtype)[:, :, :chunked]
+    edited = reference.dropped(model(stack.dtype), kv, kept)[:, :, :chunked]
     # The token that the prefill decoded belongs to the sequence.
     first, *answer = ids
     rest = [*(prompt[index] for index in kept[chunked:]), *prompt[whole:], first]
-    wanted = reference.decoded(edited, rest, 40, stack.dtype)
+    wanted = reference.decoded(model(stack.dtype), edited, rest, 40)
     same = sum(one == other for one, other in zip(answer, wanted, strict=True))
     assert same == 40, f"{same} of 40 tokens are equal"
     asyncio.run(until_unlocked(stack.cache))
@@ -101,7 +102,7 @@ def test_the_decoded_tokens_are_those_of_the_reference(
 def test_the_retrieved_kv_is_that_of_transformers(stack: RealStack) -> None:
     prompt = long_prompt(3000)
     kv, _ = with_asyncio(stack, prompt)
-    own = reference.prefilled(prompt, stack.dtype)
+    own = reference.prefilled(model(stack.dtype), prompt)
     # Rounding to bfloat16 adds up from layer to layer; another layout would be off by 1.
     limits = (1e-4, 1e-3) if stack.dtype == torch.float32 else (0.006, 0.05)
     for layer, limit in zip((0, kv.shape[1] - 1), limits, strict=True):

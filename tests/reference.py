@@ -1,0 +1,67 @@
+"""What transformers decodes from an edited cache, the edit made here by other means."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+
+
+def dropped(network: Any, kv: torch.Tensor, kept: list[int]) -> torch.Tensor:
+    """Keep rows of ``kv`` (``[2, L, T, D]``) and move their keys, in float64 and with complex numbers.
+
+    Independent of the library's rotation: the pairs are complex numbers, each key is first turned back
+    to position 0 and then to its new position.
+    """
+    config = network.config
+    head_size: int = config.hidden_size // config.num_attention_heads
+    theta: float = config.rope_parameters["rope_theta"]
+    rows = kv[:, :, kept].double()
+    _, layers, length, _ = rows.shape
+    keys = rows[0].view(layers, length, -1, 2, head_size // 2).transpose(-1, -2).contiguous()
+    pairs = torch.view_as_complex(keys)
+    exponents = torch.arange(head_size // 2, dtype=torch.float64) * 2 / head_size
+    speed = theta**-exponents
+
+    def turn(positions: torch.Tensor, sign: int) -> torch.Tensor:
+        angles = sign * positions.double()[:, None] * speed
+        return torch.polar(torch.ones_like(angles), angles)[:, None]
+
+    moved = pairs * turn(torch.tensor(kept), -1) * turn(torch.arange(length), 1)
+    flat = torch.view_as_real(moved).transpose(-1, -2).reshape(layers, length, -1)
+    return torch.stack([flat, rows[1]]).to(kv.dtype)
+
+
+def _cache_name(network: Any) -> str:
+    """The cache's parameter, which newer versions of transformers have renamed."""
+    return "cache" if "cache" in inspect.signature(network.forward).parameters else "past_key_values"
+
+
+@torch.no_grad()
+def prefilled(network: Any, prompt: list[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return each layer's keys and values ``[H, T, HS]`` that transformers computes for ``prompt``."""
+    from transformers import DynamicCache
+
+    cache: Any = DynamicCache(config=network.config)
+    network(input_ids=torch.tensor([prompt]), use_cache=True, **{_cache_name(network): cache})
+    return [(layer.keys[0], layer.values[0]) for layer in cache.layers]
+
+
+@torch.no_grad()
+def decoded(network: Any, kv: torch.Tensor, rest: list[int], count: int) -> list[int]:
+    """Return ``count`` greedy ids of transformers behind the cache ``kv`` and the tokens ``rest``."""
+    from transformers import DynamicCache
+
+    heads: int = network.config.num_key_value_heads
+    cache = DynamicCache(config=network.config)
+    for layer in range(kv.shape[1]):
+        planes = kv[:, layer].view(2, kv.shape[2], heads, -1).transpose(1, 2)
+        cache.update(planes[0][None].contiguous(), planes[1][None].contiguous(), layer)
+    ids: list[int] = []
+    step = torch.tensor([rest])
+    for _ in range(count):
+        logits = network(input_ids=step, use_cache=True, **{_cache_name(network): cache}).logits
+        ids.append(int(logits[0, -1].argmax()))
+        step = torch.tensor([[ids[-1]]])
+    return ids
