@@ -9,12 +9,13 @@ from .cpu_vec import CPUVec
 from .formats import layout_of_format
 from .fused import Fused
 from .mla import MLA
+from .queries import Queries
 from .two_plane import TwoPlane
 
 __all__ = ["LAYOUTS", "LayoutCodec", "get", "layout_of_format"]
 
 LAYOUTS: dict[str, LayoutCodec] = {
-    codec.name: codec for codec in (TwoPlane(), Fused(), CPUVec(), CPUAmx(), MLA())
+    codec.name: codec for codec in (TwoPlane(), Fused(), CPUVec(), CPUAmx(), MLA(), Queries())
 }
 
 
