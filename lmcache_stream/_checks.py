@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import math
 import operator
 from collections.abc import Mapping, Sequence, Set
@@ -79,6 +80,16 @@ def checked_url(url: str, schemes: Sequence[str], what: str) -> str:
     if not fits:
         raise InvalidRequestError(f"{what}={url!r} does not have the form {wanted}{reason}")
     return url.rstrip("/")
+
+
+def is_loopback(host: str) -> bool:
+    """Tell whether ``host`` is this machine, where a proxy of the environment has no business."""
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return host == "localhost" or host.endswith(".localhost")
+    # Connecting to 0.0.0.0, where a server says it listens, leads to this machine too.
+    return address.is_loopback or address.is_unspecified
 
 
 def checked_seconds(value: float, what: str) -> float:

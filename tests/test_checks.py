@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lmcache_stream._checks import checked_salt, checked_token_ids, checked_url
+from lmcache_stream._checks import checked_salt, checked_token_ids, checked_url, is_loopback
 from lmcache_stream.errors import CallerError, InvalidRequestError
 
 IDS = st.lists(st.integers(0, 2**31 - 1), max_size=20)
@@ -169,3 +169,25 @@ def test_a_url_that_does_not_fit_is_refused_with_the_form_to_use(url: Any, schem
 def test_no_text_is_a_crash(url: str) -> None:
     with contextlib.suppress(CallerError):
         checked_url(url, ["tcp", "http"], "url")
+
+
+@pytest.mark.parametrize(
+    ("host", "wanted"),
+    [
+        ("localhost", True),
+        ("cache.localhost", True),
+        ("127.0.0.1", True),
+        ("127.8.9.10", True),
+        ("::1", True),
+        # Where servers say that they listen, people connect: to this machine.
+        ("0.0.0.0", True),
+        ("::", True),
+        ("10.0.0.1", False),
+        ("fe80::1", False),
+        ("localhost.example", False),
+        ("notlocalhost", False),
+        ("127.0.0.1.example", False),
+    ],
+)
+def test_this_machine_is_known_by_its_names(host: str, wanted: bool) -> None:
+    assert is_loopback(host) is wanted

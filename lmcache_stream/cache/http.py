@@ -3,27 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import json
 from typing import Any
 from urllib.parse import urlsplit
 
 import aiohttp
 
+from .._checks import is_loopback
 from ..errors import CacheConnectError, CacheError, CacheTimeoutError, ClosedError
 
 _EXCERPT = 80
-
-
-def is_loopback(url: str) -> bool:
-    """Tell whether ``url`` names this machine, where a proxy of the environment has no business."""
-    host = urlsplit(url).hostname or ""
-    try:
-        address = ipaddress.ip_address(host)
-        # Connecting to 0.0.0.0, where a server says it listens, leads to this machine too.
-        return address.is_loopback or address.is_unspecified
-    except ValueError:
-        return host == "localhost" or host.endswith(".localhost")
 
 
 class CacheHTTP:
@@ -33,7 +22,8 @@ class CacheHTTP:
         self._url = http_url
         self._deadline = deadline
         self._session = aiohttp.ClientSession(
-            timeout=aiohttp.ClientTimeout(total=deadline), trust_env=not is_loopback(http_url)
+            timeout=aiohttp.ClientTimeout(total=deadline),
+            trust_env=not is_loopback(urlsplit(http_url).hostname or ""),
         )
 
     @property

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import ipaddress
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
-from .._checks import checked_url
+from .._checks import checked_url, is_loopback
 from ..errors import InvalidRequestError
 
 __all__ = ["Endpoint", "Proxy"]
@@ -64,23 +63,13 @@ class Endpoint:
         """Address of vLLM's detokenizer, which is not below ``/v1``."""
         return f"{self.root}/detokenize"
 
-    @property
-    def is_loopback(self) -> bool:
-        """Whether it is on this machine."""
-        if self.host == "localhost" or self.host.endswith(".localhost"):
-            return True
-        try:
-            return ipaddress.ip_address(self.host).is_loopback
-        except ValueError:
-            return False
-
     def proxy(self) -> Proxy | None:
         """Return the proxy that the environment names for it; none is used on this machine.
 
         Raises:
             InvalidRequestError: it is not an HTTP proxy.
         """
-        if self.is_loopback or proxy_bypass(self.host):
+        if is_loopback(self.host) or proxy_bypass(self.host):
             return None
         scheme = urlsplit(self.root).scheme
         address = getproxies().get(scheme)

@@ -56,12 +56,26 @@ def checked_sampling_params(sampling_params: Mapping[str, Any]) -> dict[str, Any
             raise InvalidRequestError(f"sampling_params: the name {name!r} is not a str")
         if name in _OWNED:
             raise InvalidRequestError(f"sampling_params[{name!r}] is not yours: {_OWNED[name]}")
-        if isinstance(value, float) and not math.isfinite(value):
-            raise InvalidRequestError(f"sampling_params[{name!r}] is {value}: JSON has no such number")
+        if _has_odd_number(value):
+            raise InvalidRequestError(f"sampling_params[{name!r}]={value!r}: JSON has no such number")
+    stop = params.get("stop")
+    if isinstance(stop, list | tuple):
+        stop = next((one for one in stop if not isinstance(one, str)), None)
+    if stop is not None and not isinstance(stop, str):
+        raise InvalidRequestError(f"sampling_params['stop'] holds {stop!r}: a str, or a list of them")
     for name, refuses, why in _REFUSED:
         if name in params and refuses(params[name]):
             raise InvalidRequestError(f"sampling_params[{name!r}]={params[name]!r}: {why}")
     return params
+
+
+def _has_odd_number(value: object) -> bool:
+    """Whether NaN or an infinity is in ``value``, which the encoder would write as null."""
+    if isinstance(value, Mapping):
+        return any(map(_has_odd_number, value.values()))
+    if isinstance(value, list | tuple):
+        return any(map(_has_odd_number, value))
+    return isinstance(value, float) and not math.isfinite(value)
 
 
 def stop_strings(sampling_params: Mapping[str, Any]) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ import pytest
 import zmq
 from aioresponses import aioresponses
 
-from lmcache_stream.cache.http import CacheHTTP, is_loopback
+from lmcache_stream.cache.http import CacheHTTP
 from lmcache_stream.errors import CacheConnectError, CacheError, CacheTimeoutError, ClosedError
 
 URL = "http://cache.example:8080"
@@ -250,29 +250,6 @@ async def test_proxies_of_the_environment_are_used_for_other_machines(
         http = CacheHTTP("http://cache.invalid:8080", deadline=5)
         assert await http.status() == {"proxy": "!"}
         await http.aclose()
-
-
-@pytest.mark.parametrize(
-    ("url", "wanted"),
-    [
-        ("http://localhost:8080", True),
-        ("http://LOCALHOST:8080", True),
-        ("http://cache.localhost", True),
-        ("http://127.0.0.1:8080", True),
-        ("http://127.8.9.10", True),
-        ("http://[::1]:8080", True),
-        # Where servers say that they listen, people connect: to this machine.
-        ("http://0.0.0.0:8080", True),
-        ("http://[::]:8080", True),
-        ("http://10.0.0.1:8080", False),
-        ("http://[fe80::1]:8080", False),
-        ("http://localhost.example", False),
-        ("http://notlocalhost", False),
-        ("http://127.0.0.1.example", False),
-    ],
-)
-def test_this_machine_is_known_by_its_names(url: str, wanted: bool) -> None:
-    assert is_loopback(url) is wanted
 
 
 async def test_closing_twice_is_closing_once_and_then_it_says_so() -> None:

@@ -37,6 +37,11 @@ OWNED = ["prompt", "model", "stream", "cache_salt", "return_token_ids", "stream_
         ("truncate_prompt_tokens", -1),
         ("temperature", float("nan")),
         ("temperature", float("inf")),
+        ("logit_bias", {"5": float("nan")}),
+        ("vllm_xargs", {"a": [1.0, float("-inf")]}),
+        ("stop", 5),
+        ("stop", ["a", None]),
+        ("stop", {"a": 1}),
         *((name, value) for name in OWNED for value in (None, True)),
     ],
 )
