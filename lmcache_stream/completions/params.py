@@ -59,10 +59,9 @@ def checked_sampling_params(sampling_params: Mapping[str, Any]) -> dict[str, Any
         if _has_odd_number(value):
             raise InvalidRequestError(f"sampling_params[{name!r}]={value!r}: JSON has no such number")
     stop = params.get("stop")
-    if isinstance(stop, list | tuple):
-        stop = next((one for one in stop if not isinstance(one, str)), None)
-    if stop is not None and not isinstance(stop, str):
-        raise InvalidRequestError(f"sampling_params['stop'] holds {stop!r}: a str, or a list of them")
+    each = stop if isinstance(stop, list | tuple) else () if stop is None else (stop,)
+    if not all(isinstance(one, str) for one in each):
+        raise InvalidRequestError(f"sampling_params['stop']={stop!r}: it must be a str, or a list of them")
     for name, refuses, why in _REFUSED:
         if name in params and refuses(params[name]):
             raise InvalidRequestError(f"sampling_params[{name!r}]={params[name]!r}: {why}")
