@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import contextvars
 import os
 import threading
+import time
+import weakref
 from collections.abc import Callable
 from functools import partial
 from queue import SimpleQueue
@@ -14,6 +17,12 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 _Job = tuple[Callable[[], Any], Callable[[Any, BaseException | None], None]]
+
+
+# An interpreter that ends while a thread is inside torch is aborted. It waits, but no longer than this.
+_EXIT_SECONDS = 1.0
+_PAUSE = 0.005
+_all: weakref.WeakSet[Workers] = weakref.WeakSet()
 
 
 class Workers:
@@ -29,8 +38,15 @@ class Workers:
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._threads = 0
         self._under_way = 0
+        self._when_idle: list[Callable[[], Any]] = []
         self._lock = threading.Lock()
         self._is_closed = False
+        _all.add(self)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether anything runs or waits to."""
+        return self._under_way > 0
 
     async def run(self, function: Callable[..., T], *arguments: Any) -> T:
         """Run ``function`` in a thread; a cancelled caller leaves at once, the thread goes on."""
@@ -78,8 +94,13 @@ class Workers:
                 failure = error
             with self._lock:
                 self._under_way -= 1
+                calls = [] if self.is_busy else self._when_idle
+                if calls:
+                    self._when_idle = []
             report(result, failure)
-            del job, work, report, result, failure
+            for call in calls:
+                call()
+            del job, work, report, result, failure, calls
 
     def close(self) -> None:
         """Let the threads end when they are through with what they were given; idempotent."""
@@ -89,6 +110,24 @@ class Workers:
             self._is_closed = True
             for _ in range(self._threads):
                 self._jobs.put(None)
+
+    async def settle(self) -> None:
+        """Wait until nothing runs any more."""
+        loop, idle = asyncio.get_running_loop(), asyncio.Event()
+        with self._lock:
+            if not self.is_busy:
+                return
+            self._when_idle.append(lambda: loop.call_soon_threadsafe(idle.set))
+        await idle.wait()
+
+
+def _at_exit() -> None:
+    end = time.monotonic() + _EXIT_SECONDS
+    while any(one.is_busy for one in list(_all)) and time.monotonic() < end:
+        time.sleep(_PAUSE)
+
+
+atexit.register(_at_exit)
 
 
 def _guarded(outcome: asyncio.Future[T], function: Callable[..., T], *arguments: Any) -> T | None:

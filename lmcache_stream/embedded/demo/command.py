@@ -1,0 +1,112 @@
+"""``lmcache-stream demo``: starts the embedded stack, runs the demo on it and shows what came of it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from ...errors import InvalidRequestError
+from ..default_model import default_model
+from .as_json import comparison_data
+from .documents import Document, builtin_documents
+from .render import DocumentProgress, comparison_table
+from .run import Comparison, Options, Stack, run_demo
+
+__all__ = ["choose_documents", "compare_all", "demo"]
+
+_DEFAULT_QUESTION = "What is this text about? Answer in two sentences."
+
+
+def choose_documents(text: Path | None, question: str | None) -> tuple[Document, ...]:
+    """Return the document in the file ``text``, or those that come with the demo.
+
+    Raises:
+        InvalidRequestError: the file cannot be read as UTF-8 text or is empty.
+    """
+    if text is None:
+        return builtin_documents(question)
+    try:
+        content = text.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidRequestError(f"--text {text}: {error}") from error
+    if not content.strip():
+        raise InvalidRequestError(f"--text {text}: the file is empty")
+    return (Document(text.name, content, question or _DEFAULT_QUESTION),)
+
+
+def demo(
+    *,
+    model: str | None,
+    text: Path | None,
+    question: str | None,
+    ratio: float,
+    max_tokens: int,
+    as_json: bool,
+) -> Coroutine[Any, Any, None]:
+    """Read the text and get the model ready, which blocks, and return what runs the demo.
+
+    With ``as_json`` the result alone goes to stdout, all else to stderr.
+
+    Raises:
+        InvalidRequestError: the text cannot be read, or packages are missing.
+    """
+    documents = choose_documents(text, question)
+    options = Options(ratio=ratio, max_tokens=max_tokens)
+    console = Console(stderr=as_json)
+    if model is None:
+        _say(console, "Preparing the default model; the first time it is converted, which takes a while.")
+        with _quiet_stdout(as_json):
+            model = default_model()
+    return _run(model, documents, options, console, as_json)
+
+
+async def _run(
+    model: str, documents: tuple[Document, ...], options: Options, console: Console, as_json: bool
+) -> None:
+    with _quiet_stdout(as_json):
+        from lmcache_stream.embedded import EmbeddedStack
+
+        _say(console, f"Starting a cache server and an engine with {model} in this process.")
+        async with EmbeddedStack(model=model) as stack:
+            comparisons = await compare_all(stack, documents, options, console, tables=not as_json)
+    if as_json:
+        found = [comparison_data(comparison) for comparison in comparisons]
+        settings = {"model": model, "ratio": options.ratio, "max_tokens": options.max_tokens}
+        result = {**settings, "documents": found}
+        sys.stdout.write(json.dumps(result, indent=2) + "\n")
+        sys.stdout.flush()
+
+
+async def compare_all(
+    stack: Stack, documents: tuple[Document, ...], options: Options, console: Console, *, tables: bool
+) -> list[Comparison]:
+    """Run the demo with progress bars on ``console``, and a table there as each document is done."""
+    _say(
+        console,
+        f"Each prompt is computed, then answered twice: from its whole KV, and from KV of which "
+        f"{options.ratio:.0%} in the middle was dropped.",
+    )
+    comparisons: list[Comparison] = []
+    with DocumentProgress(console, documents, options) as progress:
+        async with contextlib.aclosing(run_demo(stack, documents, options, progress.show)) as results:
+            async for comparison in results:
+                progress.finish(len(comparisons))
+                comparisons.append(comparison)
+                if tables:
+                    console.print(comparison_table(comparison))
+    return comparisons
+
+
+def _quiet_stdout(is_wanted: bool) -> contextlib.AbstractContextManager[object]:
+    """Whatever a library writes while it works must not get into the JSON."""
+    return contextlib.redirect_stdout(sys.stderr) if is_wanted else contextlib.nullcontext()
+
+
+def _say(console: Console, line: str) -> None:
+    console.print(line, markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from lmcache_stream.cache.messages import Slot
+from lmcache_stream.cache.shared_memory import SharedPool
+from lmcache_stream.embedded.cache.pool import Pool
+from lmcache_stream.errors import CacheError
+
+SIZE = 1 << 16
+SLOT = Slot(4096, 32, (2, 4), "float32")
+
+
+def test_a_shared_pool_is_what_a_client_maps() -> None:
+    pool = Pool(SIZE, shared=True)
+    try:
+        assert (Path("/dev/shm") / pool.name).stat().st_size == SIZE
+        assert (Path("/dev/shm") / pool.name).stat().st_mode & 0o077 == 0
+        client = SharedPool(pool.name, pool.size)
+        client.chunk(SLOT, SLOT.shape, torch.float32).fill_(3)
+        assert pool.view(SLOT).tolist() == [[3.0] * 4] * 2
+        client.close()
+    finally:
+        pool.close()
+    assert not (Path("/dev/shm") / pool.name).exists()
+    pool.close()
+
+
+def test_two_pools_have_two_names() -> None:
+    pools = [Pool(SIZE, shared=True) for _ in range(2)]
+    for pool in pools:
+        pool.close()
+    assert pools[0].name != pools[1].name
+
+
+def test_a_private_pool_has_no_name() -> None:
+    pool = Pool(SIZE, shared=False)
+    assert pool.name == ""
+    pool.view(SLOT).fill_(2)
+    assert pool.view(SLOT).sum() == 16
+    pool.close()
+
+
+def test_what_is_looked_at_stays_after_closing() -> None:
+    pool = Pool(SIZE, shared=True)
+    view = pool.view(SLOT)
+    pool.close()
+    view.fill_(1)
+    with pytest.raises(CacheError, match="closed"):
+        pool.view(SLOT)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("size", [1 << 55, 1 << 70])
+def test_a_pool_that_there_is_no_room_for(size: int, shared: bool) -> None:
+    before = set(Path("/dev/shm").iterdir())
+    with pytest.raises(CacheError, match="no pool"):
+        Pool(size, shared=shared)
+    assert {path for path in set(Path("/dev/shm").iterdir()) - before if "lmcache_l1" in path.name} == set()

@@ -1,0 +1,64 @@
+"""Worker threads: what waits for them, and what does not."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from lmcache_stream._workers import Workers
+
+
+async def test_settling_waits_for_all_that_runs_and_waits() -> None:
+    workers = Workers("lmcache-stream test", 2)
+    done: list[int] = []
+
+    def work(number: int) -> None:
+        time.sleep(0.05)
+        done.append(number)
+
+    await workers.settle()
+    for number in range(5):
+        workers.submit(lambda number=number: work(number))  # type: ignore[misc]
+    busy = [workers.is_busy]
+    workers.close()
+    await asyncio.gather(workers.settle(), workers.settle())
+    assert sorted(done) == list(range(5))
+    assert [*busy, workers.is_busy] == [True, False]
+    await workers.settle()
+
+
+async def test_a_cancelled_caller_leaves_at_once_and_the_thread_goes_on() -> None:
+    workers = Workers("lmcache-stream test", 1)
+    go = threading.Event()
+    running = asyncio.create_task(workers.run(go.wait, 10))
+    await asyncio.sleep(0.01)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert workers.is_busy
+    go.set()
+    await workers.settle()
+    workers.close()
+
+
+# Longer than a job that must be waited for, and one that must not hold the interpreter up.
+@pytest.mark.parametrize(("seconds", "ends"), [(0.4, True), (60, False)])
+def test_an_exiting_interpreter_waits_for_a_running_job_but_not_for_long(seconds: float, ends: bool) -> None:
+    script = (
+        "import time\n"
+        "from lmcache_stream._workers import Workers\n"
+        "def work():\n"
+        "    print('begun', flush=True)\n"
+        f"    time.sleep({seconds})\n"
+        "    print('ended', flush=True)\n"
+        "Workers('test', 1).submit(work)\n"
+        "time.sleep(0.05)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=30)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == (["begun", "ended"] if ends else ["begun"])
