@@ -48,6 +48,15 @@ def prefilled(network: Any, prompt: list[int]) -> list[tuple[torch.Tensor, torch
     return [(layer.keys[0], layer.values[0]) for layer in cache.layers]
 
 
+def kv_of(network: Any, prompt: list[int], length: int) -> torch.Tensor:
+    """Return the KV of the first ``length`` tokens that transformers computes, ``[2, L, length, D]``."""
+    layers = prefilled(network, prompt)
+    planes = [
+        [one.transpose(0, 1).flatten(1)[:length] for one in plane] for plane in zip(*layers, strict=True)
+    ]
+    return torch.stack([torch.stack(plane) for plane in planes])
+
+
 @torch.no_grad()
 def decoded(network: Any, kv: torch.Tensor, rest: list[int], count: int) -> list[int]:
     """Return ``count`` greedy ids of transformers behind the cache ``kv`` and the tokens ``rest``."""

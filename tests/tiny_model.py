@@ -23,7 +23,8 @@ def write_tiny_llama(folder: Path, *, seed: int = 0, **config: Any) -> Path:
     tokenizer = Tokenizer(BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    wrapped = PreTrainedTokenizerFast(
+    untyped: Any = PreTrainedTokenizerFast
+    wrapped = untyped(
         tokenizer_object=tokenizer, eos_token="<eos>", additional_special_tokens=["<a>", "<b>", "<c>"]
     )
     assert len(wrapped) == VOCAB_SIZE
