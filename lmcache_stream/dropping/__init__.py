@@ -1,5 +1,32 @@
 """Which tokens of a prefix to keep. Policies know of scores and indices, not of caches."""
 
 from .keep import Keep, keep
+from .keydiff import KeyDiff
+from .knorm import KNorm
+from .policy import DropPolicy
+from .prefix import CachedPrefix
+from .random_drop import RandomDrop
+from .rkv import RKV
+from .scored import Scored
+from .snapkv import SnapKV
+from .streaming_llm import StreamingLLM
+from .tova import TOVA
+from .wrappers import AlwaysKeep, Chain, WholeChunks
 
-__all__ = ["Keep", "keep"]
+__all__ = [
+    "RKV",
+    "TOVA",
+    "AlwaysKeep",
+    "CachedPrefix",
+    "Chain",
+    "DropPolicy",
+    "KNorm",
+    "Keep",
+    "KeyDiff",
+    "RandomDrop",
+    "Scored",
+    "SnapKV",
+    "StreamingLLM",
+    "WholeChunks",
+    "keep",
+]

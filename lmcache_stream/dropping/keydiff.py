@@ -1,0 +1,32 @@
+"""``KeyDiff``: keys unlike the others are kept."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from .policy import DropPolicy
+from .prefix import CachedPrefix
+
+__all__ = ["KeyDiff"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeyDiff(DropPolicy):
+    """Keep tokens whose keys point away from the mean direction of all keys; no queries are needed.
+
+    Park et al., "KeyDiff: Key Similarity-Based KV Cache Eviction for Long-Context LLM Inference in
+    Resource-Constrained Environments", arXiv 2504.15364.
+    """
+
+    def score(self, prefix: CachedPrefix) -> Tensor:
+        """Return the negative cosine to the mean of the unit keys, averaged over heads and layers."""
+        scores = torch.zeros(prefix.num_tokens)
+        for layer in prefix.keys:
+            directions = functional.normalize(layer.float(), dim=-1)
+            anchor = functional.normalize(directions.mean(dim=0), dim=-1)
+            scores -= (directions * anchor).sum(dim=-1).mean(dim=-1)
+        return scores / len(prefix.keys)

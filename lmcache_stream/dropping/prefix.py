@@ -1,0 +1,90 @@
+"""What a policy sees of a prompt whose KV is cached."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ..errors import InvalidRequestError
+
+__all__ = ["CachedPrefix"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CachedPrefix:
+    """The KV of ``T`` tokens by heads, and queries where somebody has them.
+
+    Attributes:
+        keys: ``[L, T, H, d]``, rotated at the positions ``0 .. T - 1``; L layers, H KV heads.
+        values: ``[L, T, H, d]``.
+        tokens: the T token ids.
+        queries: ``[L, W, Hq, d]``, rotated, of the last W of the T tokens, or None. Hq is a multiple of H:
+            query heads ``g * Hq / H`` to ``(g + 1) * Hq / H - 1`` attend to KV head ``g``.
+    """
+
+    keys: Tensor
+    values: Tensor
+    tokens: Sequence[int]
+    queries: Tensor | None = None
+    num_tokens: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "num_tokens", len(self.tokens))
+
+    @classmethod
+    def of(
+        cls,
+        kv: Tensor,
+        tokens: Sequence[int],
+        *,
+        num_kv_heads: int,
+        queries: Tensor | None = None,
+    ) -> CachedPrefix:
+        """View ``kv`` (``[2, L, T, D]``) by heads; ``queries`` are ``[L, W, Dq]`` or ``[1, L, W, Dq]``.
+
+        Raises:
+            InvalidRequestError: shapes do not fit each other, or a query is not finite.
+        """
+        if kv.dim() != 4 or kv.shape[0] != 2 or kv.shape[2] != len(tokens) or kv.shape[3] % num_kv_heads:
+            raise InvalidRequestError(
+                f"kv of shape {list(kv.shape)} is not [2, L, T, D] of {len(tokens)} tokens and "
+                f"{num_kv_heads} KV heads"
+            )
+        keys, values = kv.view(*kv.shape[:-1], num_kv_heads, -1)
+        by_head = None if queries is None else _by_head(queries, keys)
+        return cls(keys=keys, values=values, tokens=tokens, queries=by_head)
+
+    def select(self, kept: Tensor) -> CachedPrefix:
+        """Return the prefix of these tokens (int64 ``[n]``, increasing); the rows of queries that are left
+        are those of the last tokens that are left.
+        """
+        queries = self.queries
+        if queries is not None:
+            first = self.num_tokens - queries.shape[1]
+            rows = kept[kept >= first] - first
+            # Of a window with gaps the rows would no longer be those of the last tokens.
+            whole = len(rows) == queries.shape[1]
+            queries = queries if whole else None
+        tokens = [self.tokens[index] for index in kept.tolist()]
+        return CachedPrefix(
+            keys=self.keys[:, kept], values=self.values[:, kept], tokens=tokens, queries=queries
+        )
+
+
+def _by_head(queries: Tensor, keys: Tensor) -> Tensor:
+    layers, num_tokens, num_kv_heads, head_size = keys.shape
+    given = list(queries.shape)
+    flat = queries[0] if queries.dim() == 4 and queries.shape[0] == 1 else queries
+    fits = flat.dim() == 3 and flat.shape[0] == layers and 1 <= flat.shape[1] <= num_tokens
+    if not fits or flat.shape[2] % (num_kv_heads * head_size):
+        raise InvalidRequestError(
+            f"queries of shape {given} are not [L, W, query heads x head size] of the last W tokens, for "
+            f"{layers} layers, at most {num_tokens} tokens, and heads of {head_size} in multiples of "
+            f"{num_kv_heads}"
+        )
+    if not bool(torch.isfinite(flat).all()):
+        raise InvalidRequestError("queries hold NaN or infinities")
+    return flat.reshape(*flat.shape[:-1], -1, head_size)
