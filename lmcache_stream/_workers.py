@@ -82,7 +82,8 @@ class Workers:
             if self._under_way > self._threads < self._limit:
                 self._threads += 1
                 threading.Thread(target=self._work, name=self._name, daemon=True).start()
-        self._jobs.put((work, report))
+            # Under the lock, so that no job comes behind the end of the threads.
+            self._jobs.put((work, report))
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
@@ -99,7 +100,9 @@ class Workers:
                     self._when_idle = []
             report(result, failure)
             for call in calls:
-                call()
+                # Where that loop is closed nobody waits any more.
+                with contextlib.suppress(RuntimeError):
+                    call()
             del job, work, report, result, failure, calls
 
     def close(self) -> None:

@@ -9,8 +9,13 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 import torch
+
+# A machine that is busy with servers may pause anything for longer than hypothesis takes for slow.
+hypothesis.settings.register_profile("patient", deadline=None)
+hypothesis.settings.load_profile("patient")
 
 # Threads that wait for each other at every operation crawl on a machine that is busy with servers.
 torch.set_num_threads(1)

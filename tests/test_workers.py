@@ -34,9 +34,15 @@ async def test_settling_waits_for_all_that_runs_and_waits() -> None:
 
 async def test_a_cancelled_caller_leaves_at_once_and_the_thread_goes_on() -> None:
     workers = Workers("lmcache-stream test", 1)
-    go = threading.Event()
-    running = asyncio.create_task(workers.run(go.wait, 10))
-    await asyncio.sleep(0.01)
+    begun, go = threading.Event(), threading.Event()
+
+    def work() -> None:
+        begun.set()
+        go.wait(20)
+
+    running = asyncio.create_task(workers.run(work))
+    while not begun.is_set():
+        await asyncio.sleep(0.005)
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running

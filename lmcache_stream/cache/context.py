@@ -16,6 +16,7 @@ from .._checks import checked_salt, checked_token_ids
 from .._workers import Workers
 from ..errors import ClosedError, GeometryError, InvalidRequestError, LayoutError
 from ..rope import RopeConfig
+from . import layouts
 from .discovery import Discovery
 from .geometry import KVGeometry
 from .knowledge import Knowledge
@@ -178,10 +179,10 @@ class AsyncLMCacheContext:
             raise LayoutError(
                 f"{self.model_name!r} caches an MLA latent: it can be retrieved, but not edited like K and V"
             )
-        wanted = geometry.kv_shape(num_tokens)
+        wanted = layouts.get(geometry.layout).kv_shape(geometry, num_tokens)
         if tuple(kv.shape) != wanted:
             raise InvalidRequestError(
-                f"kv has shape {list(kv.shape)}, but [2, L, T, D] for {num_tokens} tokens of "
+                f"kv has shape {list(kv.shape)}, but [planes, L, T, D] for {num_tokens} tokens of "
                 f"{self.model_name!r} is {list(wanted)}"
             )
         if kv.dtype != geometry.dtype:

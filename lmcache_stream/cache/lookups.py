@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import anyio
 
 from ..errors import CacheError, CacheTimeoutError, ClosedError
-from .messages import END_SESSION, FREE_LOOKUP_LOCKS, LOOKUP, QUERY_PREFETCH_STATUS
+from .messages import FREE_LOOKUP_LOCKS, LOOKUP, QUERY_PREFETCH_STATUS
 from .peer import LATE_SECONDS, Peer
 
 logger = logging.getLogger(__name__)
@@ -146,9 +146,9 @@ class Lookups:
                 locked = lease.tokens[: lease.chunks * size]
                 key = peer.key(locked, lease.cache_salt, lease.request_id, start=start * size, worker_id=None)
                 await peer.call(FREE_LOOKUP_LOCKS, key, _TP_SIZE, deadline=peer.timeouts.lookup)
-            await peer.call(END_SESSION, lease.request_id, deadline=peer.timeouts.lookup)
         except (CacheError, ClosedError) as error:
             logger.warning("read locks are left to their time to live: %s", error)
+        peer.end_session_soon(lease.request_id)
 
     def _are_ours(self, lease: PrefixLease) -> bool:
         # Locks that ran out, or went with a server that was restarted, may be another reader's by now.

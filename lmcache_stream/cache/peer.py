@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import secrets
 import time
@@ -12,11 +13,19 @@ from typing import Any, TypeVar
 
 from .._background import Background
 from .._checks import checked_seconds
-from ..errors import CacheConnectError, CacheError, CacheTimeoutError, InvalidRequestError, LMCacheStreamError
+from ..errors import (
+    CacheConnectError,
+    CacheError,
+    CacheTimeoutError,
+    ClosedError,
+    InvalidRequestError,
+    LMCacheStreamError,
+)
 from . import layouts
 from .geometry import KVGeometry
 from .http import CacheHTTP
 from .messages import (
+    END_SESSION,
     REGISTER,
     TRANSFERS,
     UNREGISTER,
@@ -139,6 +148,17 @@ class Peer:
             # Nothing else keeps the server from taking this client for gone.
             self._last_used = time.monotonic()
         return result
+
+    def end_session_soon(self, request_id: str) -> None:
+        """Let the server forget an operation, in the background: nothing depends on it, and where the
+        engine has unregistered its model the server does so without an answer.
+        """
+        with contextlib.suppress(ClosedError):
+            self.background.spawn(self._end_session(request_id))
+
+    async def _end_session(self, request_id: str) -> None:
+        with contextlib.suppress(CacheError, ClosedError):
+            await self.call(END_SESSION, request_id, deadline=self.timeouts.connect)
 
     async def ensure_registered(self) -> None:
         """Register again after idleness, or after the connection came up anew.

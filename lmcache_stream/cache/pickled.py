@@ -32,19 +32,32 @@ def load_chunks(
         ChunkMismatchError: the chunks have another shape or dtype.
         CacheError: the data is anything else.
     """
+    loaded = unpickle_tensors(data)
+    if len(loaded) != count:
+        raise CacheError(f"a peer sent something else than the {count} chunks that were asked for")
+    for chunk in loaded:
+        if tuple(chunk.shape) != shape or chunk.dtype != dtype:
+            raise ChunkMismatchError(chunk.dtype, tuple(chunk.shape), dtype, shape)
+    return loaded
+
+
+def unpickle_tensors(data: bytes | memoryview) -> list[torch.Tensor]:
+    """Return the CPU tensors whose list was pickled by somebody who is not trusted.
+
+    Raises:
+        CacheError: the data is anything else.
+    """
     try:
         loaded = _TensorUnpickler(io.BytesIO(data)).load()
     except CacheError:
         raise
     except Exception as error:
-        raise CacheError(f"LMCache sent chunks that cannot be read: {error!r}") from error
-    if not isinstance(loaded, list) or len(loaded) != count:
-        raise CacheError(f"LMCache sent something else than the {count} chunks that were asked for")
+        raise CacheError(f"a peer sent chunks that cannot be read: {error!r}") from error
+    if not isinstance(loaded, list):
+        raise CacheError(f"a peer sent a {type(loaded).__name__} in place of a list of chunks")
     for chunk in loaded:
         if not isinstance(chunk, torch.Tensor):
-            raise CacheError(f"LMCache sent a {type(chunk).__name__} in place of a chunk")
-        if tuple(chunk.shape) != shape or chunk.dtype != dtype:
-            raise ChunkMismatchError(chunk.dtype, tuple(chunk.shape), dtype, shape)
+            raise CacheError(f"a peer sent a {type(chunk).__name__} in place of a chunk")
     return loaded
 
 
@@ -55,10 +68,10 @@ _STORAGE_MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 
 def _load_storage(data: bytes) -> torch.TypedStorage:
     if not data.startswith(_STORAGE_MAGIC):
-        raise CacheError("LMCache sent a storage in another format than torch pickles it: refused")
+        raise CacheError("a peer sent a storage in another format than torch pickles it: refused")
     loaded = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     if not isinstance(loaded, torch.TypedStorage):
-        raise CacheError(f"LMCache sent a {type(loaded).__name__} in place of a storage: refused")
+        raise CacheError(f"a peer sent a {type(loaded).__name__} in place of a storage: refused")
     return loaded
 
 
@@ -72,13 +85,13 @@ def _rebuild_tensor(
     metadata: Any = None,
 ) -> torch.Tensor:
     if not isinstance(storage, torch.TypedStorage) or requires_grad or hooks or metadata:
-        raise CacheError("LMCache sent a tensor that is not a plain CPU tensor: refused")
+        raise CacheError("a peer sent a tensor that is not a plain CPU tensor: refused")
     if len(size) != len(stride) or min((offset, *size, *stride), default=0) < 0:
-        raise CacheError("LMCache sent a tensor with an impossible shape: refused")
+        raise CacheError("a peer sent a tensor with an impossible shape: refused")
     bytes_of = storage._untyped_storage
     last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
     if 0 not in size and (last + 1) * storage.dtype.itemsize > bytes_of.nbytes():
-        raise CacheError("LMCache sent a tensor that reaches beyond its storage: refused")
+        raise CacheError("a peer sent a tensor that reaches beyond its storage: refused")
     return torch.empty(0, dtype=storage.dtype).set_(bytes_of, offset, size, stride)
 
 
@@ -113,5 +126,5 @@ class _TensorUnpickler(pickle._Unpickler):
             return _ALLOWED[module_name, global_name]
         except KeyError:
             raise CacheError(
-                f"LMCache sent a pickle that names {module_name}.{global_name}: refused"
+                f"a peer sent a pickle that names {module_name}.{global_name}: refused"
             ) from None

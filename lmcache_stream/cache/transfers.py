@@ -19,7 +19,6 @@ from .lookups import Lookups, PrefixLease
 from .messages import (
     COMMIT_RETRIEVE,
     COMMIT_STORE,
-    END_SESSION,
     PREPARE_RETRIEVE,
     PREPARE_STORE,
     Encoded,
@@ -261,7 +260,7 @@ class Transfers:
                 # Without slots there is nothing to commit, and a commit would publish another's.
                 await peer.call(COMMIT_STORE, key, instance, data, deadline=LATE_SECONDS)
             peer.unfilled.pop(request_id, None)
-            await peer.call(END_SESSION, request_id, deadline=LATE_SECONDS)
+            peer.end_session_soon(request_id)
             return indices
         finally:
             source.is_wanted = False

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from .._workers import Workers
 from .cache import EmbeddedCacheServer
 from .default_model import default_model
 from .engine import CausalModel, EmbeddedEngine
@@ -30,7 +31,7 @@ class StackOptions:
     chunk_size: int = 32
     cache_gb: float = 2.0
     shared_memory: bool | None = None
-    dtype: torch.dtype = torch.float32
+    dtype: torch.dtype | None = None
     max_model_len: int | None = None
     offload_queries: bool = False
     workers: int = 1
@@ -58,7 +59,7 @@ class Servers:
 @asynccontextmanager
 async def open_servers(options: StackOptions) -> AsyncIterator[Servers]:
     """Open the cache server and the engine on free ports of the loopback interface."""
-    model = default_model() if options.model is None else options.model
+    model = await _default_model() if options.model is None else options.model
     async with (
         EmbeddedCacheServer(
             chunk_size=options.chunk_size,
@@ -77,6 +78,14 @@ async def open_servers(options: StackOptions) -> AsyncIterator[Servers]:
         ) as engine,
     ):
         yield Servers(cache, engine)
+
+
+async def _default_model() -> str:
+    workers = Workers("lmcache-stream default model", 1)
+    try:
+        return await workers.run(default_model)
+    finally:
+        workers.close()
 
 
 def _takes_shared_memory(options: StackOptions) -> bool:

@@ -31,7 +31,7 @@ class StackBase:
         chunk_size: int = 32,
         cache_gb: float = 2.0,
         shared_memory: bool | None = None,
-        dtype: torch.dtype = torch.float32,
+        dtype: torch.dtype | None = None,
         max_model_len: int | None = None,
         offload_queries: bool = False,
         workers: int = 1,
@@ -126,7 +126,7 @@ class EmbeddedStack(StackBase):
         chunk_size: tokens of one chunk of the cache.
         cache_gb: memory of the cache.
         shared_memory: whether KV goes through shared memory or as pickles; by default as there is room.
-        dtype: of weights and KV.
+        dtype: of weights and KV; float32 by default.
         max_model_len: the longest sequence in tokens; by default what the model was made for.
         offload_queries: also store queries, under ``<model>##query``.
         workers: threads that compute, each with torch's own threads.

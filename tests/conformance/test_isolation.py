@@ -17,15 +17,17 @@ from .driver import Driver, Place, fresh_tokens, servers
     "changes", [{"cache_salt": "mine"}, {"model_name": "another"}, {"world_size": 2, "worker_id": 0}]
 )
 async def test_other_names_are_other_chunks(driver: Driver, changes: dict[str, Any]) -> None:
-    await driver.register(instance := secrets.randbits(62), model_name="another")
+    others = [secrets.randbits(62), secrets.randbits(62)]
+    await driver.register(others[0], model_name="another")
+    await driver.register(others[1], world_size=2)
     tokens = fresh_tokens(2)
     await driver.store(tokens, 1, 2)
+    assert await driver.found(tokens, **changes) == 0
     await driver.store(tokens, 3, 4, **changes)
     assert await driver.values(tokens) == [1, 2]
-    found = {key: value for key, value in changes.items() if key != "worker_id"}
-    if "world_size" not in changes:
-        assert await driver.values(tokens, **found) == [3, 4]
-    await driver.call(messages.UNREGISTER, instance)
+    assert await driver.values(tokens, **changes) == [3, 4]
+    for other in others:
+        await driver.call(messages.UNREGISTER, other)
 
 
 @servers()

@@ -149,13 +149,13 @@ async def test_an_equal_store_in_flight_gets_no_slots_and_publishes_the_first(
 @servers("shared-memory")
 async def test_a_store_of_another_range_in_flight_is_another(driver: Driver) -> None:
     tokens = fresh_tokens(3)
-    await driver.prepare_store(driver.key(tokens[:8]))
-    longer = driver.key(tokens)
-    assert (await driver.prepare_store(longer)).context.chunk_indices == [2]
-    assert await driver.commit_store(longer) is True
+    await driver.prepare_store(driver.key(tokens, end=8))
+    assert (await driver.prepare_store(driver.key(tokens))).context.chunk_indices == [2]
+    assert await driver.commit_store(driver.key(tokens, start=4)) is False
+    assert await driver.commit_store(driver.key(tokens)) is True
     # Its third chunk is there and the first two are still being written.
     assert await driver.found(tokens) == 0
-    assert await driver.commit_store(driver.key(tokens[:8])) is True
+    assert await driver.commit_store(driver.key(tokens, end=8)) is True
     assert await driver.found(tokens) == 3
 
 
@@ -313,24 +313,30 @@ async def eventually(check: Callable[[], Awaitable[bool]], seconds: float = 6.0)
 
 
 @servers("shared-memory")
-async def test_the_least_useful_chunks_are_evicted_and_no_locked_ones(place: Place) -> None:
+@pytest.mark.parametrize("use", ["a hit", "the end of a session"])
+async def test_the_least_useful_chunks_are_evicted_and_no_locked_ones(place: Place, use: str) -> None:
     async with Driver(place, SEVENTHS) as driver:
-        first, locked, recent = fresh_tokens(2), fresh_tokens(1), fresh_tokens(2)
-        for tokens in (first, recent):
-            await driver.store(tokens, 1, 2)
-        await driver.store(locked, 3)
+        recent, locked, last = fresh_tokens(2), fresh_tokens(1), fresh_tokens(2)
+        await driver.store(locked, 1)
         found, _ = await driver.lookup(locked)
-        # Of use again, so that `first` is what was of use for longest, its end before its beginning.
-        await driver.found(recent)
+        await driver.store(recent, 2, 3)
+        await driver.store(last, 4, 5)
+        # Of use again, so that `last` is what was of use for longest, its end before its beginning.
+        if use == "a hit":
+            await driver.free((await driver.lookup(recent))[0])
+        else:
+            key = driver.key(recent)
+            assert not (await driver.prepare_retrieve(key)).success
+            await driver.call(messages.END_SESSION, key.request_id)
         assert (await place.l1())["total_object_count"] == 5
         # Six of seven is above the watermark.
-        await driver.store(fresh_tokens(1), 4)
+        await driver.store(fresh_tokens(1), 6)
 
         async def evicted() -> bool:
             return bool((await place.l1())["total_object_count"] == 5)
 
         await eventually(evicted)
-        assert await driver.found(first) == 1
+        assert await driver.found(last) == 1
         assert (await driver.found(recent), await driver.found(locked)) == (2, 1)
         assert (await place.locked())[0] == 1
         await driver.free(found)

@@ -101,6 +101,13 @@ async def test_remote_names_reach_an_embedded_stack(model: CausalModel) -> None:
     assert metrics.cached_tokens == len(KEPT)
 
 
+async def test_a_stack_is_started_once(model: CausalModel) -> None:
+    async with EmbeddedStack(model, cache_gb=0.02) as stack:
+        pass
+    with pytest.raises(lms.ClosedError, match="started once"):
+        await stack.__aenter__()
+
+
 async def test_two_stacks_at_once(model: CausalModel) -> None:
     async with EmbeddedStack(model, cache_gb=0.02) as one, EmbeddedStack(model, cache_gb=0.02) as other:
         assert len({one.url, one.http_url, one.engine_url, other.url, other.http_url, other.engine_url}) == 6
@@ -142,11 +149,19 @@ async def test_a_stack_that_is_forgotten_warns(model: CausalModel) -> None:
     assert stack_threads() == []
 
 
-def test_a_script_that_ends_without_closing_leaves_no_segment(tiny_folder: Path) -> None:
+@pytest.mark.parametrize("busy", [False, True])
+def test_a_script_that_ends_without_closing_leaves_no_segment(tiny_folder: Path, busy: bool) -> None:
+    work = (
+        "import threading\n"
+        "run = lambda: list(stack.post_completion([1, 2, 3], {'max_tokens': 4000, 'ignore_eos': True}))\n"
+        "threading.Thread(target=run, daemon=True).start()\n"
+        "import time; time.sleep(0.5)\n"
+    )
     script = (
         "from lmcache_stream.embedded.sync import EmbeddedStack\n"
         f"stack = EmbeddedStack({str(tiny_folder)!r}, cache_gb=0.02).__enter__()\n"
-        "print(stack._servers.cache.shm_name)\n"
+        "print(stack._servers.cache.shm_name, flush=True)\n"
+        f"{work if busy else ''}"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr

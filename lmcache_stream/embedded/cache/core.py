@@ -44,10 +44,11 @@ class CacheCore:
         view: Callable[[Slot], torch.Tensor],
         clock: Callable[[], float],
         announced: Mapping[str, KVGeometry],
+        back: Callable[[int, int], bool] = lambda offset, length: True,
     ) -> None:
         self.options = options
         self.pool = pool
-        self.store = ChunkStore(options, clock)
+        self.store = ChunkStore(options, clock, back)
         self.clients = Clients(options, announced)
         self.sessions = Sessions(options.chunk_size, options.session_ttl)
         self.lookups = Lookups(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import mmap
 import os
 import secrets
@@ -12,6 +13,8 @@ import torch
 
 from ...cache.messages import Slot
 from ...errors import CacheError
+
+logger = logging.getLogger(__name__)
 
 _FOLDER = Path("/dev/shm")
 # Clients of LMCache count on it.
@@ -33,6 +36,7 @@ class Pool:
             CacheError: there is no room for it.
         """
         self.size = size
+        self._descriptor = -1
         self.name = f"{_PREFIX}{secrets.token_hex(8)}" if shared else ""
         try:
             mapped = self._map_shared() if shared else mmap.mmap(-1, size)
@@ -46,16 +50,26 @@ class Pool:
 
     def _map_shared(self) -> mmap.mmap:
         free = os.statvfs(_FOLDER)
-        # A page that cannot be had when it is written ends the process that writes it.
         if self.size > free.f_bavail * free.f_frsize:
             raise OSError(f"only {free.f_bavail * free.f_frsize} bytes are free")
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        descriptor = os.open(_FOLDER / self.name, flags, 0o600)
+        self._descriptor = os.open(_FOLDER / self.name, flags, 0o600)
+        os.ftruncate(self._descriptor, self.size)
+        return mmap.mmap(self._descriptor, self.size)
+
+    def back(self, offset: int, length: int) -> bool:
+        """Get memory for a range before somebody writes into it; False where there is none.
+
+        A page that cannot be had when it is written ends the process that writes it.
+        """
+        if self._descriptor < 0:
+            return True
         try:
-            os.ftruncate(descriptor, self.size)
-            return mmap.mmap(descriptor, self.size)
-        finally:
-            os.close(descriptor)
+            os.posix_fallocate(self._descriptor, offset, length)
+        except OSError as error:
+            logger.warning("no memory for %d bytes of the pool: %s", length, error)
+            return False
+        return True
 
     def view(self, slot: Slot) -> torch.Tensor:
         """Return the chunk in ``slot``, whose memory it shares.
@@ -74,6 +88,9 @@ class Pool:
         self._unlink()
 
     def _unlink(self) -> None:
+        if self._descriptor >= 0:
+            descriptor, self._descriptor = self._descriptor, -1
+            os.close(descriptor)
         if self.name:
             with contextlib.suppress(FileNotFoundError):
                 (_FOLDER / self.name).unlink()

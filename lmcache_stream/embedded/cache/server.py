@@ -98,7 +98,7 @@ class EmbeddedCacheServer:
 
     @property
     def _reachable(self) -> str:
-        return {"0.0.0.0": "127.0.0.1", "*": "127.0.0.1"}.get(self._host, self._host)
+        return _in_url({"0.0.0.0": "127.0.0.1", "*": "127.0.0.1", "::": "::1"}.get(self._host, self._host))
 
     def announce(self, model_name: str, geometry: KVGeometry) -> None:
         """Register an engine's KV as engines do that keep it on a device: with all that is to be known.
@@ -148,7 +148,7 @@ class EmbeddedCacheServer:
         sockets: list[zmq.asyncio.Socket] = []
         # Also of a server that is forgotten, before the parts of it are finalized in any order.
         self._let_go = weakref.finalize(self, _let_go, pool, context, sockets)
-        core = CacheCore(options, offer, pool.view, self._clock, self._announced)
+        core = CacheCore(options, offer, pool.view, self._clock, self._announced, pool.back)
         socket = context.socket(zmq.ROUTER)
         sockets.append(socket)
         self._listen(socket)
@@ -161,7 +161,8 @@ class EmbeddedCacheServer:
     def _listen(self, socket: zmq.asyncio.Socket) -> None:
         socket.setsockopt(zmq.LINGER, 0)
         try:
-            socket.bind(f"tcp://{self._host}:{self._port or '*'}")
+            socket.setsockopt(zmq.IPV6, int(":" in self._host))
+            socket.bind(f"tcp://{_in_url(self._host)}:{self._port or '*'}")
         except zmq.ZMQError as error:
             raise CacheConnectError(
                 f"the cache server cannot listen on {self._host}:{self._port}: {error}"
@@ -205,6 +206,10 @@ class EmbeddedCacheServer:
     def __del__(self) -> None:
         if not getattr(self, "_is_closed", True) and self._pool is not None:
             warnings.warn(f"{self!r} was not closed", ResourceWarning, source=self, stacklevel=2)
+
+
+def _in_url(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
 
 
 def _let_go(pool: Pool, context: zmq.asyncio.Context, sockets: list[zmq.asyncio.Socket]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -66,10 +66,20 @@ class ChunkStore:
     strips somebody else's.
     """
 
-    def __init__(self, options: CacheOptions, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        options: CacheOptions,
+        clock: Callable[[], float],
+        back: Callable[[int, int], bool] = lambda offset, length: True,
+    ) -> None:
+        """Make an empty one; ``back`` says whether there is memory behind a range of the pool."""
         self._options = options
         self._clock = clock
+        self._back = back
         self._ranges = Allocator(options.size_bytes)
+        # Ranges that a thread reads or writes just now: one that is dropped meanwhile is not given to others.
+        self._held: Counter[int] = Counter()
+        self._dropped_while_held: set[int] = set()
         self._resident: dict[Shard, _Stored] = {}
         self._staged: dict[Shard, _Stored] = {}
         # The first goes first.
@@ -143,7 +153,7 @@ class ChunkStore:
             return given
         if min(layout.shape) < 1:
             raise RefusedError(f"chunks of shape {layout.shape} have no size")
-        offsets = self._ranges.allocate_all(layout.length, len(new))
+        offsets = self._allocate(layout.length, len(new))
         for shard, offset in zip(new, offsets or (), strict=False):
             staged = _Stored(layout.slot(offset), TimedLock(self._options.write_ttl))
             staged.lock.acquire(now)
@@ -151,6 +161,28 @@ class ChunkStore:
             given[shard] = staged.slot
         self._created(list(given))
         return given
+
+    def _allocate(self, length: int, count: int) -> list[int] | None:
+        offsets = self._ranges.allocate_all(length, count)
+        if offsets is None or all(self._back(offset, length) for offset in offsets):
+            return offsets
+        for offset in offsets:
+            self._ranges.free(offset)
+        return None
+
+    def hold(self, slots: Iterable[Slot]) -> None:
+        """A thread begins to work on the bytes of ``slots``, which nobody else may get until ``let_go``."""
+        self._held.update(slot.offset for slot in slots)
+
+    def let_go(self, slots: Iterable[Slot]) -> None:
+        """Undo one ``hold``."""
+        for slot in slots:
+            self._held[slot.offset] -= 1
+            if self._held[slot.offset] <= 0:
+                del self._held[slot.offset]
+                if slot.offset in self._dropped_while_held:
+                    self._dropped_while_held.remove(slot.offset)
+                    self._ranges.free(slot.offset)
 
     def publish(self, shards: Sequence[Shard]) -> None:
         """Make what is staged resident; nothing that is there is overwritten."""
@@ -233,5 +265,9 @@ class ChunkStore:
         return True
 
     def _drop(self, chunks: dict[Shard, _Stored], shard: Shard) -> None:
-        self._ranges.free(chunks.pop(shard).slot.offset)
+        offset = chunks.pop(shard).slot.offset
         self._order.pop(shard, None)
+        if offset in self._held:
+            self._dropped_while_held.add(offset)
+        else:
+            self._ranges.free(offset)

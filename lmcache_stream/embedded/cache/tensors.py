@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterable
 
 import torch
 
 from ...cache.messages import Encoded, PrepareRetrieveReply
-from ...cache.pickled import _TensorUnpickler, dump_chunks
+from ...cache.pickled import dump_chunks, unpickle_tensors
+from ...errors import CacheError
 from .refusal import RefusedError
 from .wire import OfferedSlots
 
@@ -20,12 +20,9 @@ def load_tensors(data: memoryview) -> list[torch.Tensor]:
         RefusedError: they are anything but the pickle of a list of plain tensors.
     """
     try:
-        loaded = _TensorUnpickler(io.BytesIO(data)).load()
-    except Exception as error:
-        raise RefusedError(f"chunks that cannot be read: {error!r}") from error
-    if not isinstance(loaded, list) or not all(isinstance(one, torch.Tensor) for one in loaded):
-        raise RefusedError("a pickle of something else than a list of tensors")
-    return loaded
+        return unpickle_tensors(data)
+    except CacheError as error:
+        raise RefusedError(str(error)) from error
 
 
 def copy_chunks(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:

@@ -103,6 +103,8 @@ class Transfers:
             for shard, tensor in zip(shards, tensors, strict=False)
             if shard in reserved and tensor.shape == reserved[shard].shape
         }
+        # A forced clear may drop them while a thread copies.
+        self._store.hold(reserved.values())
         try:
             pairs = [(tensor, self._view(reserved[shard])) for shard, tensor in given.items()]
             yield partial(copy_chunks, pairs)
@@ -110,6 +112,7 @@ class Transfers:
         finally:
             # What was not written after all. The real server would keep it locked for its whole TTL.
             self._store.discard(reserved)
+            self._store.let_go(reserved.values())
         return len(given) == len(reserved)
 
     def prepare_retrieve(
@@ -122,14 +125,16 @@ class Transfers:
         if slots is None:
             return PrepareRetrieveReply(False, context=OfferedSlots())
         if not self._shared_memory:
-            return self._retrieve_pickle(shards, [self._view(slot) for slot in slots])
+            return self._retrieve_pickle(shards, slots)
         self._reads[_Transfer.of(key, instance_id)] = shards
         return PrepareRetrieveReply(True, context=OfferedSlots(slots))
 
-    def _retrieve_pickle(self, shards: list[Shard], chunks: list[torch.Tensor]) -> Steps[Encoded]:
+    def _retrieve_pickle(self, shards: list[Shard], slots: list[Slot]) -> Steps[Encoded]:
+        self._store.hold(slots)
         try:
-            reply: Encoded = yield partial(encode_chunks, chunks)
+            reply: Encoded = yield partial(encode_chunks, [self._view(slot) for slot in slots])
         finally:
+            self._store.let_go(slots)
             self._store.unlock(shards)
         return reply
 

@@ -67,6 +67,7 @@ class Answer:
         self._stops = StopStrings(params.stop, keep=params.include_stop_str_in_output)
         self._recorded: list[Tensor] = []
         self._decoded: list[int] = []
+        self._found = 0
         self.cached_tokens = 0
 
     async def tokens(self) -> AsyncGenerator[Decoded]:
@@ -89,7 +90,8 @@ class Answer:
         if self._prefixes is not None:
             kv = await self._prefixes.load(params.prompt, params.cache_salt)
         # The last token is always computed: its logits are what the first decoded one is chosen by.
-        self.cached_tokens = 0 if kv is None else min(kv.shape[2], len(params.prompt) - 1)
+        self._found = 0 if kv is None else kv.shape[2]
+        self.cached_tokens = min(self._found, len(params.prompt) - 1)
         return await self._workers.run(self._model.new_cache, kv, self.cached_tokens)
 
     def _prefill(self, tokens: list[int], cache: Any) -> Tensor:
@@ -105,8 +107,8 @@ class Answer:
         self._decoded.append(token)
         if token in self._eos or token in params.stop_token_ids:
             shown = self._text.push(token) if params.include_stop_str_in_output else ""
-            return self._end(token, shown, "stop", None if token in self._eos else token)
-        text = self._stops.push(self._text.push(token))
+            return self._end(token, self._stops.push(shown), "stop", None if token in self._eos else token)
+        text = self._stops.push(self._text.push(token), search=len(self._decoded) > params.min_tokens)
         if self._stops.found is not None:
             return Decoded(token, text, "stop", self._stops.found)
         if len(self._decoded) == params.max_tokens:
@@ -121,7 +123,7 @@ class Answer:
 
     def _offload(self, cache: Any) -> None:
         prompt, salt = self._params.prompt, self._params.cache_salt
-        if self._prefixes is None or (whole := self._prefixes.whole(len(prompt))) <= self.cached_tokens:
+        if self._prefixes is None or (whole := self._prefixes.whole(len(prompt))) <= self._found:
             return
         self._prefixes.offload_soon(
             lambda: self._workers.run(self._model.kv_of, cache, whole), prompt[:whole], salt

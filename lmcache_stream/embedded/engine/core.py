@@ -20,6 +20,7 @@ from .params import (
     refuse_other_model,
 )
 from .prefixes import PrefixCache
+from .problems import BadRequestError
 
 __all__ = ["EngineCore"]
 
@@ -59,9 +60,12 @@ class EngineCore:
         Raises:
             RequestError: it is refused.
         """
+        # In a thread, because a long prompt takes a while.
+        return await asyncio.to_thread(self._read, body)
+
+    def _read(self, body: bytes) -> tuple[CompletionRequest, CompletionParams]:
         request = decode_completion(body)
-        # In a thread, because a long text takes the tokenizer a while.
-        return request, await asyncio.to_thread(checked, request, self.served_name, self.model)
+        return request, checked(request, self.served_name, self.model)
 
     async def tokenize(self, body: bytes) -> list[int]:
         """Return the token ids of the text in a body.
@@ -83,6 +87,9 @@ class EngineCore:
         """
         request = decode_body(body, DetokenizeRequest)
         refuse_other_model(request.model, self.served_name)
+        unknown = next((one for one in request.tokens if one >= self.model.vocab_size), None)
+        if unknown is not None:
+            raise BadRequestError(f"Token id {unknown} is out of vocabulary", "tokens")
         text: str = await asyncio.to_thread(self.model.tokenizer.decode, request.tokens)
         return text
 

@@ -8,6 +8,7 @@ import warnings
 from types import TracebackType
 from typing import Self
 
+import anyio
 import torch
 from aiohttp import web
 
@@ -22,6 +23,8 @@ from .prefixes import PrefixCache, query_cache
 __all__ = ["EmbeddedEngine"]
 
 _CLOSE_SECONDS = 2.0
+# Longer than one step takes on a slow machine.
+_STEP_SECONDS = 20.0
 
 
 class EmbeddedEngine:
@@ -34,7 +37,7 @@ class EmbeddedEngine:
         served_model_name: the model's name in the API; by default that of ``model``.
         cache_url: an LMCache server's ``tcp://HOST:PORT``; without one nothing is cached.
         cache_http_url: its ``http://HOST:PORT``.
-        dtype: of weights and KV.
+        dtype: of weights and KV; float32 by default. This and the next two are a loaded model's own.
         max_model_len: the longest sequence in tokens; by default what the model was made for.
         offload_queries: also store the queries of prompts that are computed whole, under
             ``<model>##query``.
@@ -56,7 +59,7 @@ class EmbeddedEngine:
         served_model_name: str | None = None,
         cache_url: str | None = None,
         cache_http_url: str | None = None,
-        dtype: torch.dtype = torch.float32,
+        dtype: torch.dtype | None = None,
         max_model_len: int | None = None,
         offload_queries: bool = False,
         workers: int = 1,
@@ -68,6 +71,13 @@ class EmbeddedEngine:
             raise InvalidRequestError("offload_queries= needs a cache: give cache_url= and cache_http_url=")
         if min(workers, max_num_seqs) < 1:
             raise InvalidRequestError("workers= and max_num_seqs= must be at least 1")
+        if isinstance(model, CausalModel) and (
+            dtype is not None or max_model_len is not None or (offload_queries and not model.records_queries)
+        ):
+            raise InvalidRequestError(
+                "dtype=, max_model_len= and records_queries= belong to CausalModel.load() where a loaded "
+                "model is given"
+            )
         self._source = model if isinstance(model, CausalModel) else os.fspath(model)
         self._host, self._port = host, port
         self._served_name = served_model_name
@@ -79,6 +89,7 @@ class EmbeddedEngine:
         self._caches: list[PrefixCache] = []
         self._core: EngineCore | None = None
         self._runner: web.AppRunner | None = None
+        self._is_used = False
 
     @property
     def url(self) -> str:
@@ -100,6 +111,9 @@ class EmbeddedEngine:
         return self._core
 
     async def __aenter__(self) -> Self:
+        if self._is_used:
+            raise ClosedError("an embedded engine is started once: make another one")
+        self._is_used = True
         try:
             await self._open()
         except BaseException:
@@ -147,7 +161,7 @@ class EmbeddedEngine:
     def _load(self, source: str) -> CausalModel:
         return CausalModel.load(
             source,
-            dtype=self._dtype,
+            dtype=self._dtype or torch.float32,
             max_model_len=self._max_model_len,
             records_queries=self._offloads_queries,
         )
@@ -159,7 +173,7 @@ class EmbeddedEngine:
     async def _close(self) -> None:
         runner, self._runner = self._runner, None
         caches, self._caches = self._caches, []
-        self._core = None
+        was_open, self._core = self._core is not None, None
         try:
             if runner is not None:
                 await runner.cleanup()
@@ -168,8 +182,10 @@ class EmbeddedEngine:
                     group.create_task(cache.aclose())
         finally:
             self._workers.close()
-            # The step that runs cannot be interrupted, and the process must not end during it.
-            await self._workers.settle()
+            # What runs cannot be interrupted, and the process must not end during it; but a model that is
+            # loaded, or downloaded, may take long.
+            with anyio.move_on_after(_STEP_SECONDS if was_open else _CLOSE_SECONDS):
+                await self._workers.settle()
 
     async def __aexit__(
         self,

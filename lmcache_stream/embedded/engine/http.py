@@ -108,15 +108,17 @@ class _Handlers:
         response.headers["Cache-Control"] = "no-cache"
         await response.prepare(http)
         # From here on the status is sent: what goes wrong is an event.
-        try:
-            await self._events(response, request, params)
-        except ConnectionError:
-            return response
-        except Exception as error:
-            if not isinstance(error, RequestError):
-                logger.exception("a streamed completion failed")
-            await response.write(event(failure(error)[1]))
-        await response.write(DONE)
+        # A client that has left needs no answer.
+        with contextlib.suppress(ConnectionError):
+            try:
+                await self._events(response, request, params)
+            except ConnectionError:
+                raise
+            except Exception as error:
+                if not isinstance(error, RequestError):
+                    logger.exception("a streamed completion failed")
+                await response.write(event(failure(error)[1]))
+            await response.write(DONE)
         return response
 
     async def _events(

@@ -25,6 +25,7 @@ class CausalModel:
     Attributes:
         name: the folder or Hub id that it was loaded from.
         tokenizer: of transformers.
+        records_queries: whether ``forward_recording`` can be used.
         geometry: of its KV, as it is in the cache: two planes.
         num_query_heads: attention heads of a layer.
         vocab_size: token ids are below it.
@@ -33,7 +34,15 @@ class CausalModel:
         defaults: sampling parameters that the model's authors recommend, under vLLM's names.
     """
 
-    def __init__(self, model: Any, tokenizer: Any, name: str, *, max_model_len: int | None = None) -> None:
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        name: str,
+        *,
+        max_model_len: int | None = None,
+        records_queries: bool = False,
+    ) -> None:
         """Take a loaded model.
 
         Raises:
@@ -41,6 +50,7 @@ class CausalModel:
             InvalidRequestError: ``max_model_len`` is beyond what the model was made for.
         """
         self.name = name
+        self.records_queries = records_queries
         self.tokenizer = tokenizer
         self._model = model.eval()
         accepted = inspect.signature(model.forward).parameters
@@ -86,10 +96,10 @@ class CausalModel:
         try:
             tokenizer = AutoTokenizer.from_pretrained(name)
             model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **attention)
-        except (OSError, ValueError, KeyError) as error:
+        except Exception as error:  # Of transformers, safetensors, torch, or the model's own code.
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise InvalidRequestError(f"transformers cannot load the model {name!r}: {reason}") from error
-        return cls(model, tokenizer, name, max_model_len=max_model_len)
+        return cls(model, tokenizer, name, max_model_len=max_model_len, records_queries=records_queries)
 
     @property
     def config(self) -> Any:

@@ -27,13 +27,18 @@ __all__ = [
 T = TypeVar("T")
 
 _DEFAULT_MAX_TOKENS = 16
+_LONGEST_ID = 20
 # JSON that asks for nothing.
 _NOTHING = (b"null", b"false", b"[]", b"{}", b'""')
 # Of vLLM's, those that the embedded engine does not have: ignored, they would give another answer.
 _ABSENT = (
     *("best_of", "logprobs", "suffix", "bad_words", "prompt_logprobs", "prompt_embeds", "response_format"),
     *("structured_outputs", "truncate_prompt_tokens", "use_beam_search", "echo", "guided_json"),
+    *("repetition_detection", "thinking_token_budget", "watermarking", "vllm_xargs", "logprob_token_ids"),
 )
+
+
+_Id = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class StreamOptions(msgspec.Struct):
@@ -44,7 +49,7 @@ class CompletionRequest(msgspec.Struct):
     """The fields that are known; others are passed over, as vLLM does."""
 
     model: str | None = None
-    prompt: list[Annotated[int, msgspec.Meta(ge=0)]] | str | None = None
+    prompt: list[_Id | str | list[_Id]] | str | None = None
     max_tokens: int | None = _DEFAULT_MAX_TOKENS
     min_tokens: int = 0
     n: int = 1
@@ -108,7 +113,7 @@ class TokenizeRequest(msgspec.Struct):
 
 
 class DetokenizeRequest(msgspec.Struct):
-    tokens: list[Annotated[int, msgspec.Meta(ge=0)]]
+    tokens: list[_Id]
     model: str | None = None
 
 
@@ -216,12 +221,17 @@ def _number(request: CompletionRequest, name: str, defaults: dict[str, Any]) -> 
 
 
 def _token_ids(request: CompletionRequest, model: CausalModel) -> list[int]:
-    prompt = request.prompt
+    prompt: Any = request.prompt
+    if isinstance(prompt, list) and any(isinstance(one, str | list) for one in prompt):
+        if len(prompt) > 1:
+            raise BadRequestError("prompt: the embedded engine takes one prompt a request", "prompt")
+        (prompt,) = prompt
     if isinstance(prompt, str):
         prompt = list(model.tokenizer.encode(prompt, add_special_tokens=request.add_special_tokens))
     if not prompt:
         raise BadRequestError("Either prompt or prompt_embeds must be provided and non-empty.", "prompt")
-    return prompt
+    ids: list[int] = prompt
+    return ids
 
 
 def _salt(salt: str | None) -> str:
@@ -252,7 +262,8 @@ def _ids(ids: list[int] | None, name: str, vocab_size: int) -> list[int] | None:
 def _bias(bias: dict[str, float] | None, vocab_size: int) -> dict[int, float]:
     found: dict[int, float] = {}
     for name, value in (bias or {}).items():
-        if not name.isdecimal() or int(name) >= vocab_size or not math.isfinite(value):
+        known = name.isdecimal() and len(name) < _LONGEST_ID and int(name) < vocab_size
+        if not known or not math.isfinite(value):
             raise BadRequestError(
                 f"logit_bias has {name!r}: {value}, which is no token's bias.", "logit_bias"
             )

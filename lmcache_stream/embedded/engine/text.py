@@ -65,9 +65,17 @@ class StopStrings:
         self._held = ""
         self._longest = max(map(len, self._stops), default=1) - 1
 
-    def push(self, text: str) -> str:
-        """Return what of the text so far can be given out."""
+    def push(self, text: str, *, search: bool = True) -> str:
+        """Return what of the text so far can be given out.
+
+        Args:
+            text: what comes next.
+            search: whether a stop string that is there counts; else it is held back for the next search.
+        """
         text = self._held + text
+        if not search:
+            self._held = text
+            return ""
         self._held = ""
         places = [(place, stop) for stop in self._stops if (place := text.find(stop)) >= 0]
         if places:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -60,3 +61,30 @@ def test_a_pool_that_there_is_no_room_for(size: int, shared: bool) -> None:
     with pytest.raises(CacheError, match="no pool"):
         Pool(size, shared=shared)
     assert {path for path in set(Path("/dev/shm").iterdir()) - before if "lmcache_l1" in path.name} == set()
+
+
+def test_a_segment_that_could_be_made_but_not_filled() -> None:
+    free = os.statvfs("/dev/shm")
+    with pytest.raises(CacheError, match="free"):
+        Pool(free.f_bavail * free.f_frsize + (1 << 30), shared=True)
+
+
+def test_memory_is_had_before_it_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = Pool(1 << 20, shared=True)
+    try:
+        path = Path("/dev/shm") / pool.name
+        assert path.stat().st_blocks == 0
+        assert pool.back(4096, 8192)
+        assert path.stat().st_blocks * 512 == 8192
+        assert path.stat().st_size == 1 << 20
+
+        def full(*_: object) -> None:
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(os, "posix_fallocate", full)
+        assert not pool.back(0, 4096)
+    finally:
+        pool.close()
+    private = Pool(4096, shared=False)
+    assert private.back(0, 4096)
+    private.close()

@@ -131,6 +131,35 @@ def test_what_is_discarded_gives_its_room_back(store: ChunkStore) -> None:
     assert (store.counts().resident, store.counts().staged, store.used_bytes) == (1, 0, PAGE)
 
 
+def test_a_range_that_a_thread_works_on_is_nobody_else_s_after_a_forced_clear(store: ChunkStore) -> None:
+    given = store.reserve(shards("abcdefghij"), LAYOUT)
+    taken = [given[shard("a")], given[shard("b")]]
+    store.hold(taken)
+    store.hold(taken[:1])
+    store.clear(force=True)
+    assert store.used_bytes == 2 * PAGE
+    again = store.reserve(shards("klmnopqr"), LAYOUT)
+    assert {slot.offset for slot in again.values()}.isdisjoint(slot.offset for slot in taken)
+    store.let_go(taken)
+    assert store.used_bytes == 9 * PAGE
+    store.let_go(taken[:1])
+    assert store.used_bytes == 8 * PAGE
+
+
+def test_ranges_without_memory_behind_them_are_no_room(clock: Clock) -> None:
+    backed: list[int] = []
+
+    def back(offset: int, length: int) -> bool:
+        assert length == PAGE
+        backed.append(offset)
+        return len(backed) != 3
+
+    store = ChunkStore(OPTIONS, clock, back)
+    assert store.reserve(shards("abcd"), LAYOUT) == {}
+    assert store.used_bytes == 0
+    assert len(store.reserve(shards("abcd"), LAYOUT)) == 4
+
+
 def test_another_writers_slot_is_not_discarded(store: ChunkStore) -> None:
     given = store.reserve(shards("a"), LAYOUT)
     store.clear(force=True)

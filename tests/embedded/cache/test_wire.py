@@ -40,6 +40,7 @@ KEY: dict[str, Any] = {
     "end": 2,
     "request_id": "r",
 }
+DEEP = msgspec.Raw(b"\x91" * 100_000 + b"\xc0")
 
 
 @pytest.mark.parametrize(
@@ -121,6 +122,7 @@ def test_bytes_are_not_copied() -> None:
         [encode(8), encode({**KEY, "cache_salt": "a" * 129}), encode(1)],
         [encode(8), encode({**KEY, "request_id": 1}), encode(1)],
         [encode(8), encode({**KEY, "start": 2**63 * 1.0}), encode(1)],
+        [encode(8), encode({**KEY, "request_configs": DEEP}), encode(1)],
         [encode(9), b"\xa2\xff\xff"],
         [encode(9), encode(None)],
         [encode(10), encode("r"), encode("soon")],

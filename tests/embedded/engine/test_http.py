@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
+import torch
 
 import lmcache_stream as lms
 from lmcache_stream.embedded import EmbeddedCacheServer, EmbeddedEngine
@@ -82,7 +85,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"prompt": []}, "prompt"),
     ({"prompt": ""}, "prompt"),
     ({"prompt": [-1]}, "prompt"),
-    ({"prompt": ["a", "b"]}, "prompt"),
+    ({"prompt": ["a", "b"]}, "one prompt"),
+    ({"prompt": [[1], [2]]}, "one prompt"),
+    ({"prompt": [1, "b"]}, "one prompt"),
+    ({"vllm_xargs": {"a": 1}}, "vllm_xargs"),
+    ({"logit_bias": {"9" * 5000: 1}}, "logit_bias"),
     ({"prompt": {}}, "prompt"),
     ({"prompt": [1.5]}, "prompt"),
     ({"prompt": [10**30]}, "out of vocabulary"),
@@ -197,6 +204,12 @@ async def test_what_fails_within_is_an_internal_error(
         ({"offload_queries": True}, "offload_queries"),
         ({"workers": 0}, "workers"),
         ({"max_num_seqs": 0}, "max_num_seqs"),
+        ({"dtype": torch.bfloat16}, "CausalModel.load"),
+        ({"max_model_len": 100}, "CausalModel.load"),
+        (
+            {"offload_queries": True, "cache_url": "tcp://a:1", "cache_http_url": "http://a:1"},
+            "CausalModel.load",
+        ),
     ],
 )
 def test_arguments_that_do_not_fit(model: CausalModel, arguments: dict[str, Any], word: str) -> None:
@@ -204,18 +217,21 @@ def test_arguments_that_do_not_fit(model: CausalModel, arguments: dict[str, Any]
         EmbeddedEngine(model, **arguments)
 
 
-async def test_models_that_cannot_be_served(tmp_path: Any) -> None:
+async def test_models_that_cannot_be_served(tmp_path: Path) -> None:
     with pytest.raises(lms.InvalidRequestError, match="cannot load the model"):
         await EmbeddedEngine(str(tmp_path / "nothing")).__aenter__()
-    sliding = write_tiny_llama(tmp_path / "long")
+    short = await asyncio.to_thread(write_tiny_llama, tmp_path / "short")
     with pytest.raises(lms.InvalidRequestError, match="max_model_len=5000"):
-        await EmbeddedEngine(sliding, max_model_len=5000).__aenter__()
+        await EmbeddedEngine(short, max_model_len=5000).__aenter__()
+    (short / "model.safetensors").write_bytes(b"cut")
+    with pytest.raises(lms.InvalidRequestError, match="cannot load the model"):
+        await EmbeddedEngine(short).__aenter__()
 
 
-async def test_a_model_with_sliding_windows_is_refused(tmp_path: Any) -> None:
+def write_sliding_model(folder: Path) -> None:
     from transformers import MistralConfig, MistralForCausalLM
 
-    folder = write_tiny_llama(tmp_path)
+    write_tiny_llama(folder)
     config = MistralConfig(
         hidden_size=32,
         intermediate_size=32,
@@ -226,8 +242,12 @@ async def test_a_model_with_sliding_windows_is_refused(tmp_path: Any) -> None:
         sliding_window=16,
     )
     MistralForCausalLM(config).save_pretrained(folder)
+
+
+async def test_a_model_with_sliding_windows_is_refused(tmp_path: Path) -> None:
+    await asyncio.to_thread(write_sliding_model, tmp_path)
     with pytest.raises(lms.GeometryError, match="sliding"):
-        await EmbeddedEngine(folder).__aenter__()
+        await EmbeddedEngine(tmp_path).__aenter__()
 
 
 async def test_without_a_cache_server_it_does_not_start(model: CausalModel) -> None:
@@ -235,6 +255,57 @@ async def test_without_a_cache_server_it_does_not_start(model: CausalModel) -> N
         engine = EmbeddedEngine(model, cache_url=cache.url, cache_http_url=cache.http_url)
     with pytest.raises(lms.CacheConnectError):
         await engine.__aenter__()
+
+
+async def test_a_name_that_an_engine_of_another_kind_has_registered_is_left_alone(
+    model: CausalModel, cache: EmbeddedCacheServer
+) -> None:
+    other = dataclasses.replace(model.geometry, block_size=16)
+    async with lms.connect(cache.url, cache.http_url, model.name, geometry=other):
+        engine = EmbeddedEngine(model, cache_url=cache.url, cache_http_url=cache.http_url)
+        with pytest.raises(lms.GeometryError, match="block_size 16"):
+            await engine.__aenter__()
+
+
+async def test_a_name_that_the_cache_refuses(tmp_path: Path, cache: EmbeddedCacheServer) -> None:
+    folder = await asyncio.to_thread(write_tiny_llama, tmp_path / "me@work")
+    engine = EmbeddedEngine(folder, cache_url=cache.url, cache_http_url=cache.http_url)
+    with pytest.raises(lms.InvalidRequestError, match="'@'"):
+        await engine.__aenter__()
+
+
+async def test_an_engine_is_started_once(model: CausalModel) -> None:
+    async with EmbeddedEngine(model) as engine:
+        pass
+    with pytest.raises(lms.ClosedError, match="started once"):
+        await engine.__aenter__()
+
+
+async def test_a_client_that_closes_before_the_end_is_no_error(
+    engine: EmbeddedEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with aiohttp.ClientSession(engine.url) as session:
+        for _ in range(5):
+            body = {**GREEDY, "max_tokens": 3, "stream": True}
+            async with session.post("/v1/completions", json=body) as response:
+                await response.content.readline()
+                response.close()
+    while engine.core.running:
+        await asyncio.sleep(0.01)
+    assert [record.message for record in caplog.records if record.levelname == "ERROR"] == []
+
+
+async def test_prompts_in_a_list_of_one(session: aiohttp.ClientSession) -> None:
+    alone = await post(session, {**GREEDY, "max_tokens": 4})
+    listed = await post(session, {**GREEDY, "max_tokens": 4, "prompt": [[1, 2, 3]]})
+    assert listed[1]["choices"][0]["text"] == alone[1]["choices"][0]["text"]
+    assert (await post(session, {**GREEDY, "prompt": ["abc"]}))[0] == 200
+
+
+async def test_an_id_that_no_token_has_is_not_detokenized(session: aiohttp.ClientSession) -> None:
+    for token in (VOCAB_SIZE, 10**30):
+        status, answer = await post(session, {"tokens": [token]}, "/detokenize")
+        assert (status, answer["error"]["code"]) == (400, 400)
 
 
 async def test_a_port_that_is_taken_is_named(engine: EmbeddedEngine, model: CausalModel) -> None:
