@@ -88,7 +88,7 @@ async def store_whole(
         if anyio.current_time() + pause > end:
             raise StoreIncompleteError(
                 f"{stored} of {wanted} chunks of the edit are in LMCache after {timeout:g} s: its memory "
-                "is full of KV in use; raise --l1-size-gb or edit fewer streams at once",
+                "is full of KV in use; give the cache more (--l1-size-gb) or edit fewer streams at once",
                 stored=stored,
                 wanted=wanted,
             )

@@ -21,7 +21,8 @@ class KVGeometry:
         head_size: elements of one head of K or V.
         dtype: element type of the cache, which the engine may have been told to differ from the
             model's own.
-        layout: name of the chunk layout: ``two-plane``, ``fused``, ``cpu-vec``, ``cpu-amx``, ``mla``.
+        layout: name of the chunk layout: ``two-plane``, ``fused``, ``cpu-vec``, ``cpu-amx``, ``mla``,
+            ``queries``.
         block_size: tokens of one block of the engine's paged cache; the CPU layouts permute within it.
         world_size: tensor-parallel workers; only 1 is supported.
     """
