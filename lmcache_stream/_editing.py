@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import anyio
@@ -11,11 +12,12 @@ import torch
 
 from .cache.context import AsyncLMCacheContext
 from .cache.edit import drop_tokens
-from .dropping.keep import Keep
+from .dropping import CachedPrefix, Keep, Policy
 from .errors import InvalidRequestError, StoreIncompleteError
 
 Edited = tuple[torch.Tensor, Sequence[int]]
-KVEdit = Callable[[torch.Tensor, list[int]], Edited | Awaitable[Edited]] | Keep
+KVEdit = Callable[[torch.Tensor, list[int]], Edited | Awaitable[Edited]] | Keep | Policy
+Queries = torch.Tensor | Callable[[torch.Tensor, list[int]], torch.Tensor | Awaitable[torch.Tensor]]
 
 _FIRST_PAUSE = 0.05
 _LONGEST_PAUSE = 1.0
@@ -23,33 +25,116 @@ _LONGEST_PAUSE = 1.0
 _LEAST_STORE = 1.0
 
 
-async def apply_edit(context: AsyncLMCacheContext, fn: KVEdit, kv: torch.Tensor, tokens: list[int]) -> Edited:
+@dataclass(frozen=True, slots=True)
+class AppliedEdit:
+    """What an edit made.
+
+    Attributes:
+        kv: ``[2, L, n, D]``.
+        tokens: its n token ids.
+        kept: int64 ``[n]``, which of the tokens before these are; None where a function made them.
+    """
+
+    kv: torch.Tensor
+    tokens: Sequence[int]
+    kept: torch.Tensor | None = None
+
+
+def check_edit(fn: KVEdit, queries: Queries | None) -> None:
+    """Raise InvalidRequestError unless ``fn`` is an edit, and ``queries`` have a use."""
+    if isinstance(fn, type):
+        raise InvalidRequestError(
+            f"modify_kv takes keep(...), a policy or a function, not the class {fn.__name__}: make one of it"
+        )
+    if not callable(fn) and not isinstance(fn, Keep | Policy):
+        raise InvalidRequestError(f"modify_kv takes keep(...), a policy or a function, not {fn!r}")
+    if queries is not None and not isinstance(fn, Policy):
+        raise InvalidRequestError("queries= are for policies: keep(...) and functions get none")
+    if queries is not None and not isinstance(queries, torch.Tensor) and not callable(queries):
+        raise InvalidRequestError(f"queries= takes a tensor or a function, not a {type(queries).__name__}")
+
+
+async def apply_edit(
+    context: AsyncLMCacheContext,
+    fn: KVEdit,
+    kv: torch.Tensor,
+    tokens: list[int],
+    queries: Queries | None = None,
+) -> AppliedEdit:
     """Return what ``fn`` makes of ``kv`` (``[2, L, T, D]``) and ``tokens``, both private to it.
 
     Raises:
-        InvalidRequestError: the result is no pair.
+        InvalidRequestError: the result is no pair, or a policy cannot choose.
         GeometryError, LayoutError: the edit cannot be done right for this model.
     """
     if isinstance(fn, Keep):
-        kept = fn.kept_indices(len(tokens))
-        return await context.edit_workers.run(drop_tokens, kv, tokens, kept, context.rope)
-    # An object counts as asynchronous by its __call__.
-    call = getattr(fn, "__call__", None)  # noqa: B004
-    edited: Any
-    if inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(call):
-        edited = fn(kv, tokens)
-        edited = await edited
-    else:
-        edited = await context.edit_workers.run(fn, kv, tokens)
-        if inspect.isawaitable(edited):
-            edited = await edited
+        return await _drop(context, kv, tokens, fn.kept_indices(len(tokens)))
+    if isinstance(fn, Policy):
+        # Before the scores: without RoPE nothing that is chosen could be moved.
+        _ = context.rope
+        made = None
+        if queries is not None:
+            made = queries if isinstance(queries, torch.Tensor) else await _call(context, queries, kv, tokens)
+            if not isinstance(made, torch.Tensor):
+                raise InvalidRequestError(f"queries= gave a {type(made).__name__}, no tensor")
+        heads = context.geometry.num_kv_heads
+        kept = await context.edit_workers.run(_choose, fn, kv, tokens, heads, made, context.chunk_size)
+        return await _drop(context, kv, tokens, kept)
+    edited = await _call(context, fn, kv, tokens)
     try:
         new_kv, new_tokens = edited
     except (TypeError, ValueError) as error:
         raise InvalidRequestError(
             f"the edit must return (new_kv, new_tokens), not {type(edited).__name__}"
         ) from error
-    return new_kv, new_tokens
+    return AppliedEdit(new_kv, new_tokens)
+
+
+async def _drop(
+    context: AsyncLMCacheContext, kv: torch.Tensor, tokens: list[int], kept: torch.Tensor
+) -> AppliedEdit:
+    new_kv, ids = await context.edit_workers.run(drop_tokens, kv, tokens, kept, context.rope)
+    return AppliedEdit(new_kv, ids, kept)
+
+
+def _choose(
+    policy: Policy,
+    kv: torch.Tensor,
+    tokens: list[int],
+    num_kv_heads: int,
+    queries: torch.Tensor | None,
+    chunk_size: int,
+) -> torch.Tensor:
+    prefix = CachedPrefix.of(kv, tokens, num_kv_heads=num_kv_heads, queries=queries)
+    with torch.no_grad():
+        return policy.kept_indices(prefix, chunk_size)
+
+
+async def _call(
+    context: AsyncLMCacheContext, function: Callable[..., Any], kv: torch.Tensor, tokens: list[int]
+) -> Any:
+    """Call a caller's function: on the loop where it is asynchronous, else in a thread."""
+    # An object counts as asynchronous by its __call__.
+    call = getattr(function, "__call__", None)  # noqa: B004
+    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call):
+        return await function(kv, tokens)
+    result = await context.edit_workers.run(function, kv, tokens)
+    return await result if inspect.isawaitable(result) else result
+
+
+def whole_chunks(num_tokens: int, chunk_size: int) -> int:
+    """Return how many tokens of an edit are in whole chunks.
+
+    Raises:
+        InvalidRequestError: not one chunk.
+    """
+    whole = num_tokens // chunk_size * chunk_size
+    if whole == 0:
+        raise InvalidRequestError(
+            f"the edit left {num_tokens} tokens, less than one chunk of {chunk_size}: there is nothing "
+            "to store"
+        )
+    return whole
 
 
 async def store_whole(

@@ -32,6 +32,9 @@ class EditReport:
         bytes_after: bytes of the KV that was stored.
         cache_salt: the salt that it is stored under.
         seconds: time that the edit took, from the call to the confirmation by the cache.
+        kept_indices: which tokens were kept, counted in the sequence as it was before any edit (the prompt,
+            then decoded and added tokens); None where a function or ``update_kv`` made the edit. From there
+            on the count begins anew with what it made.
     """
 
     tokens_before: int
@@ -41,6 +44,7 @@ class EditReport:
     bytes_after: int
     cache_salt: str
     seconds: float
+    kept_indices: tuple[int, ...] | None = None
 
 
 @dataclass(slots=True)
@@ -61,6 +65,8 @@ class StreamState:
         sent: length of the last prompt, None before the first and after an edit.
         retrieved: tokens of the last retrieved prefix, None after a pass or an edit.
         edits: one report an edit, in order.
+        origins: where each of ``tokens`` was in the sequence before any edit.
+        suffix_origins: the same of ``suffix``.
     """
 
     tokens: list[int]
@@ -76,6 +82,16 @@ class StreamState:
     sent: int | None = None
     retrieved: int | None = None
     edits: list[EditReport] = field(default_factory=list)
+    origins: list[int] = field(default_factory=list)
+    suffix_origins: list[int] = field(default_factory=list)
+    _counted: int = 0
+
+    def __post_init__(self) -> None:
+        self.origins = self._fresh(len(self.tokens))
+
+    def _fresh(self, count: int) -> list[int]:
+        first, self._counted = self._counted, self._counted + count
+        return list(range(first, self._counted))
 
     def prompt(self, suffix_tokens: Sequence[int]) -> list[int]:
         """Return what the next pass sends."""
@@ -90,7 +106,8 @@ class StreamState:
     def take(self, suffix_tokens: Sequence[int]) -> None:
         """The engine has taken the prompt: all of it is behind us now."""
         self.tokens += [*self.suffix, *suffix_tokens]
-        self.suffix = []
+        self.origins += [*self.suffix_origins, *self._fresh(len(suffix_tokens))]
+        self.suffix, self.suffix_origins = [], []
         self.sent = len(self.tokens)
         self.retrieved = None
         self.done = False
@@ -98,6 +115,7 @@ class StreamState:
     def append(self, token_id: int, text: str) -> None:
         """One id goes out to the caller."""
         self.tokens.append(token_id)
+        self.origins += self._fresh(1)
         self.decoded.append(token_id)
         self.text.append(text)
 
@@ -114,8 +132,16 @@ class StreamState:
         cache_salt: str,
         report: EditReport,
         fingerprint: torch.Tensor,
+        origins: Sequence[int] | None = None,
     ) -> None:
-        """Edited KV of ``tokens`` is stored under ``cache_salt``."""
+        """Edited KV of ``tokens`` is stored under ``cache_salt``.
+
+        ``origins`` are those of ``tokens`` and ``suffix`` together; without them the count begins anew.
+        """
+        if origins is None:
+            self._counted = 0
+            origins = self._fresh(len(tokens) + len(suffix))
+        self.origins, self.suffix_origins = list(origins[: len(tokens)]), list(origins[len(tokens) :])
         self.tokens, self.suffix = list(tokens), list(suffix)
         self.cache_salt = cache_salt
         self.edited = len(self.tokens)

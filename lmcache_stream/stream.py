@@ -11,17 +11,13 @@ import torch
 
 from ._checks import checked_salt, checked_seconds, checked_token_ids
 from ._edited import ADVICE
-from ._editing import KVEdit, apply_edit, store_whole
+from ._editing import AppliedEdit, KVEdit, Queries, apply_edit, check_edit, store_whole, whole_chunks
 from ._retrieval import wait_for_prefix
 from ._state import EditReport, StreamState, forked_salt
 from ._turns import Turns
 from .cache.context import AsyncLMCacheContext
 from .completions import PostCompletion
-from .dropping.keep import Keep
-from .errors import (
-    CacheLostError,
-    InvalidRequestError,
-)
+from .errors import CacheLostError, InvalidRequestError
 from .generation import Generation
 from .metrics import StreamPerfMetrics
 
@@ -201,7 +197,7 @@ class AsyncLMCacheStream:
             checked_seconds(timeout, "timeout")
             behind = self._state.tail() if tail is None else checked_token_ids(tail, "tail")
             before = self._state.retrieved or len(self._state.tokens)
-            await self._commit(kv, tokens, behind, before, started, timeout)
+            await self._commit(AppliedEdit(kv, tokens), behind, before, started, timeout)
 
     async def modify_kv(
         self,
@@ -210,69 +206,68 @@ class AsyncLMCacheStream:
         poll_interval: float = 0.2,
         *,
         min_tokens: int | None = None,
+        queries: Queries | None = None,
     ) -> None:
         """Retrieve the KV, edit it, store the result and go on from it.
 
         Args:
-            fn: ``keep(indices)``, or a function of ``(kv, tokens)`` that returns ``(new_kv,
-                new_tokens)``, ``[2, L, T, D]`` in and out, K rotated at contiguous positions from 0. A
-                plain function runs in a worker thread.
+            fn: ``keep(indices)``, a policy of ``lmcache_stream.dropping``, or a function of ``(kv, tokens)``
+                that returns ``(new_kv, new_tokens)``, ``[2, L, T, D]`` in and out, K rotated at contiguous
+                positions from 0. A plain function runs in a worker thread.
             timeout: seconds to wait for the KV, and again for every chunk of the edit to be stored.
             poll_interval: the longest pause between two looks, in seconds.
             min_tokens: the shortest prefix to edit at the deadline; the whole one by default.
+            queries: for policies that need them: ``[L, W, query heads x head size]``, rotated, of the last W
+                tokens of the prefix, or a function of ``(kv, tokens)`` that returns them.
 
         Raises:
+            InvalidRequestError: no edit, a policy that cannot choose, or a result of a wrong shape.
             KVNotReadyError: the prefix was not there in time.
             GeometryError, LayoutError: the edit could not be done right for this model.
             What ``fn`` raises; the stream is then as it was, as with every other error.
         """
         with self._turns.during("modify_kv"):
             started = time.perf_counter()
-            if not callable(fn) and not isinstance(fn, Keep):
-                raise InvalidRequestError(f"modify_kv takes keep(...) or a function, not {fn!r}")
+            check_edit(fn, queries)
             kv = await self._retrieve(timeout, poll_interval, min_tokens)
             tokens = self._state.tokens
             length = kv.shape[2]
-            new_kv, new_tokens = await apply_edit(self._context, fn, kv, tokens[:length])
-            await self._commit(new_kv, new_tokens, tokens[length:], length, started, timeout)
+            edit = await apply_edit(self._context, fn, kv, tokens[:length], queries)
+            await self._commit(edit, tokens[length:], length, started, timeout)
 
-    async def _retrieve(self, timeout: float, poll_interval: float, min_tokens: int | None) -> torch.Tensor:
+    async def _retrieve(self, timeout: float, pause: float, min_tokens: int | None) -> torch.Tensor:
         state = self._state
         if state.lost:
             raise CacheLostError(f"{state.lost}. {ADVICE}")
+        prefix = state.tokens[: state.cacheable(self._context.chunk_size)]
         return await wait_for_prefix(
             self._context,
-            state.tokens[: state.cacheable(self._context.chunk_size)],
+            prefix,
             state.cache_salt,
             timeout=timeout,
-            poll_interval=poll_interval,
+            poll_interval=pause,
             min_tokens=min_tokens,
         )
 
     async def _commit(
         self,
-        kv: torch.Tensor,
-        tokens: Sequence[int],
+        edit: AppliedEdit,
         tail: Sequence[int],
         tokens_before: int,
         started: float,
         timeout: float,
     ) -> None:
-        context, state = self._context, self._state
-        ids = checked_token_ids(tokens, "tokens")
+        context, state, kv = self._context, self._state, edit.kv
+        ids = checked_token_ids(edit.tokens, "tokens")
         context.check_kv(kv, len(ids))
-        whole = len(ids) // context.chunk_size * context.chunk_size
-        if whole == 0:
-            raise InvalidRequestError(
-                f"the edit left {len(ids)} tokens, less than one chunk of {context.chunk_size}: there "
-                "is nothing to store"
-            )
+        whole = whole_chunks(len(ids), context.chunk_size)
         fork = self._isolation == "fork"
         salt = forked_salt(self._base_salt) if fork else self._base_salt
         prints = await store_whole(
             context, kv[:, :, :whole], ids[:whole], salt, own_salt=fork, timeout=timeout
         )
         per_token = context.geometry.bytes_per_token
+        kept = None if edit.kept is None else tuple(state.origins[index] for index in edit.kept.tolist())
         report = EditReport(
             tokens_before=tokens_before,
             tokens_after=len(ids),
@@ -281,8 +276,11 @@ class AsyncLMCacheStream:
             bytes_after=whole * per_token,
             cache_salt=salt,
             seconds=time.perf_counter() - started,
+            kept_indices=kept,
         )
-        state.replace(ids[:whole], [*ids[whole:], *tail, *state.suffix], salt, report, prints)
+        behind = [*ids[whole:], *tail, *state.suffix]
+        origins = kept and (*kept, *state.origins[tokens_before:], *state.suffix_origins)
+        state.replace(ids[:whole], behind, salt, report, prints, origins)
 
     def __repr__(self) -> str:
         state = self._state

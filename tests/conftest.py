@@ -61,7 +61,8 @@ def _possessions() -> set[str]:
 @pytest.fixture(autouse=True)
 async def the_loop_is_not_held(request: pytest.FixtureRequest) -> AsyncIterator[None]:
     """Fail an asynchronous test during which the loop could not run for too long."""
-    if request.node.get_closest_marker("real") or not asyncio.iscoroutinefunction(request.function):
+    exempt = request.node.get_closest_marker("real") or request.node.get_closest_marker("blocking")
+    if exempt or not asyncio.iscoroutinefunction(request.function):
         yield
         return
     longest = 0.0

@@ -1,5 +1,6 @@
 """Which tokens of a prefix to keep. Policies know of scores and indices, not of caches."""
 
+from .hf_queries import HFQueries
 from .keep import Keep, keep
 from .keydiff import KeyDiff
 from .knorm import KNorm
@@ -11,7 +12,7 @@ from .scored import Scored
 from .snapkv import SnapKV
 from .streaming_llm import StreamingLLM
 from .tova import TOVA
-from .wrappers import AlwaysKeep, Chain, WholeChunks
+from .wrappers import AlwaysKeep, Chain, Policy, WholeChunks
 
 __all__ = [
     "RKV",
@@ -20,9 +21,11 @@ __all__ = [
     "CachedPrefix",
     "Chain",
     "DropPolicy",
+    "HFQueries",
     "KNorm",
     "Keep",
     "KeyDiff",
+    "Policy",
     "RandomDrop",
     "Scored",
     "SnapKV",

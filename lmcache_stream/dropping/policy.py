@@ -105,6 +105,6 @@ class DropPolicy(ABC):
     def _check_queries(self, prefix: CachedPrefix) -> None:
         if self.needs_queries and prefix.queries is None:
             raise InvalidRequestError(
-                f"{type(self).__name__} needs queries: pass queries= to modify_kv(); KeyDiff, KNorm, "
-                "StreamingLLM and RandomDrop need none"
+                f"{type(self).__name__} needs queries: pass queries=HFQueries(model), or your own, "
+                "to modify_kv(); KeyDiff, KNorm, StreamingLLM and RandomDrop need none"
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from ..errors import InvalidRequestError
 from .policy import DropPolicy
 from .prefix import CachedPrefix
 
-__all__ = ["AlwaysKeep", "Chain", "WholeChunks"]
+__all__ = ["AlwaysKeep", "Chain", "Policy", "WholeChunks"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,3 +96,6 @@ class Chain:
         for policy in self.policies:
             kept = kept[policy.kept_indices(prefix.select(kept), chunk_size)]
         return kept
+
+
+Policy: TypeAlias = DropPolicy | AlwaysKeep | WholeChunks | Chain

@@ -8,7 +8,7 @@ from typing import Any, Literal, Self
 
 import torch
 
-from .._editing import KVEdit
+from .._editing import KVEdit, Queries
 from .._state import EditReport
 from ..completions import PostCompletion, TokenEvent
 from ..generation import Generation as AsyncGeneration
@@ -174,11 +174,12 @@ class LMCacheStream:
         poll_interval: float = 0.2,
         *,
         min_tokens: int | None = None,
+        queries: Queries | None = None,
     ) -> None:
         """See ``AsyncLMCacheStream.modify_kv``."""
 
         async def modify() -> None:
-            await self._stream.modify_kv(fn, timeout, poll_interval, min_tokens=min_tokens)
+            await self._stream.modify_kv(fn, timeout, poll_interval, min_tokens=min_tokens, queries=queries)
 
         self._portal.call(modify)
 

@@ -83,6 +83,7 @@ def test_the_main_job_without_await(model: CausalModel) -> None:
     assert len(without_await) == 9
 
 
+@pytest.mark.blocking
 async def test_the_blocking_stack_inside_a_running_loop(model: CausalModel) -> None:
     with SyncEmbeddedStack(model, cache_gb=0.05) as stack, stack.connect() as context:
         assert context.lookup(prompt_of(64)) == 0
@@ -113,6 +114,7 @@ async def test_two_stacks_at_once(model: CausalModel) -> None:
         assert len({one.url, one.http_url, one.engine_url, other.url, other.http_url, other.engine_url}) == 6
 
 
+@pytest.mark.blocking
 async def test_a_stack_that_cannot_start_leaves_nothing(tmp_path: Path, pools: list[Path]) -> None:
     with pytest.raises(lms.InvalidRequestError, match="cannot load the model"):
         await EmbeddedStack(tmp_path / "nothing").__aenter__()

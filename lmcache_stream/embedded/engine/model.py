@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ...cache.geometry import KVGeometry
+from ...dropping.recording import QUERY_ATTENTION, recording, register
 from ...errors import GeometryError, InvalidRequestError
-from .queries import QUERY_ATTENTION, recording, register
 
 __all__ = ["CausalModel"]
 

@@ -277,11 +277,11 @@ async def test_queries_are_offloaded_under_their_own_name(
             queries = await context.retrieve(prompt)
     assert queries is not None
     assert queries.shape == (1, 3, 592, 64)
-    torch.testing.assert_close(queries[0, 0], _layer_0_queries(model, prompt)[:592], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(queries[0, 0], layer_0_queries(model, prompt)[:592], rtol=1e-4, atol=1e-4)
 
 
 @torch.no_grad()
-def _layer_0_queries(model: CausalModel, prompt: list[int]) -> torch.Tensor:
+def layer_0_queries(model: CausalModel, prompt: list[int]) -> torch.Tensor:
     """Layer 0's queries from its weights, rotated here with complex numbers: ``[T, heads x head size]``."""
     network = reference_of(model)
     layer = network.model.layers[0]

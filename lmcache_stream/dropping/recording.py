@@ -9,6 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
+from ..errors import InvalidRequestError
+
 __all__ = ["QUERY_ATTENTION", "recording", "register"]
 
 QUERY_ATTENTION = "lmcache_stream_queries"
@@ -30,8 +32,17 @@ def recording() -> Iterator[list[Tensor]]:
 
 
 def register() -> None:
-    """Make the attention implementation known to transformers; idempotent."""
-    from transformers import AttentionInterface, AttentionMaskInterface
+    """Make the attention implementation known to transformers; idempotent.
+
+    Raises:
+        InvalidRequestError: transformers is missing.
+    """
+    try:
+        from transformers import AttentionInterface, AttentionMaskInterface
+    except ImportError as error:
+        raise InvalidRequestError(
+            "queries come from a Hugging Face model: pip install 'lmcache-stream[embedded]'"
+        ) from error
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.masking_utils import sdpa_mask
 
