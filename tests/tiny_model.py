@@ -17,9 +17,9 @@ def write_tiny_llama(folder: Path, *, seed: int = 0, **config: Any) -> Path:
     from tokenizers.models import BPE
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-    # The printable stand-ins of the 256 bytes, in the order of the bytes.
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet(), key=lambda one: _byte_of(one))
-    vocab = {letter: number for number, letter in enumerate(alphabet)}
+    stand_ins = _stand_ins()
+    assert set(stand_ins) == set(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {letter: number for number, letter in enumerate(stand_ins)}
     tokenizer = Tokenizer(BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -50,9 +50,8 @@ def write_tiny_llama(folder: Path, *, seed: int = 0, **config: Any) -> Path:
     return folder
 
 
-def _byte_of(letter: str) -> int:
-    from transformers import convert_slow_tokenizer
-
-    untyped: Any = convert_slow_tokenizer
-    byte: int = {stand_in: byte for byte, stand_in in untyped.bytes_to_unicode().items()}[letter]
-    return byte
+def _stand_ins() -> list[str]:
+    """The printable character that byte-level tokenizers write for each of the 256 bytes."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = iter(range(256, 512))
+    return [chr(byte if byte in printable else next(others)) for byte in range(256)]
