@@ -81,6 +81,8 @@ async def apply_edit(
         kept = await context.edit_workers.run(_choose, fn, kv, tokens, heads, made, context.chunk_size)
         return await _drop(context, kv, tokens, kept)
     edited = await _call(context, fn, kv, tokens)
+    if isinstance(edited, torch.Tensor):
+        raise InvalidRequestError("the edit must return (new_kv, new_tokens), not a tensor alone")
     try:
         new_kv, new_tokens = edited
     except (TypeError, ValueError) as error:

@@ -1,6 +1,6 @@
 """The command line: ``lmcache-stream demo``, ``serve-cache`` and ``serve-engine``.
 
-What a subcommand needs is imported when it runs, so that ``--help`` and usage errors come at once.
+What a subcommand needs is imported when it runs.
 """
 
 from __future__ import annotations

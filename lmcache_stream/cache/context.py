@@ -144,7 +144,8 @@ class AsyncLMCacheContext:
             deadline: seconds for the transfer, where that is less than ``Timeouts.store``.
 
         Raises:
-            InvalidRequestError: a wrong shape, dtype, length, id or salt; nothing was sent.
+            InvalidRequestError: a wrong shape, dtype, length, id or salt, or KV that is not finite; nothing
+                was sent.
             GeometryError: the engine's dtype is not known yet; retrieve first or pass geometry=.
             CacheConnectError, CacheTimeoutError: no server, or silence.
         """
@@ -157,6 +158,8 @@ class AsyncLMCacheContext:
             raise InvalidRequestError(
                 f"{len(ids)} tokens are less than one chunk of {self.chunk_size}: nothing can be stored"
             )
+        if not await self._workers.run(_is_finite, kv):
+            raise InvalidRequestError("kv holds NaN or infinities: an engine would decode nonsense from it")
         return await self._stores.store(
             kv.detach()[:, :, :whole],
             ids[:whole],
@@ -284,6 +287,11 @@ class AsyncLMCacheContext:
     def __repr__(self) -> str:
         state = "closed" if self._is_closed else self._peer.requests.url
         return f"<AsyncLMCacheContext {self.model_name!r} {state}>"
+
+
+def _is_finite(kv: torch.Tensor) -> bool:
+    # Layer by layer, so that it takes little memory.
+    return all(bool(torch.isfinite(layer).all()) for plane in kv for layer in plane)
 
 
 def _shorter(usual: float, deadline: float | None) -> float:

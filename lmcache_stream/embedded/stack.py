@@ -157,8 +157,11 @@ class EmbeddedStack(StackBase):
     async def __aenter__(self) -> Self:
         started = self._thread.start()
         try:
-            # Shielded: a cancelled future could not be told that the servers are up.
-            self._servers = await asyncio.shield(asyncio.wrap_future(started))
+            # Shielded: a cancelled future could not be told that the servers are up. And marked as seen:
+            # one that is stopped while it starts has an error that nobody waits for.
+            waiting = asyncio.wrap_future(started)
+            waiting.add_done_callback(lambda future: future.cancelled() or future.exception())
+            self._servers = await asyncio.shield(waiting)
             self._completions = lms.VLLMCompletions(self.engine_url, self.model_name)
         except BaseException:
             await self.aclose()

@@ -276,6 +276,15 @@ async def test_locks_that_may_be_another_s_by_now_are_left_alone(
     server.read_locks.clear()
 
 
+@pytest.mark.parametrize("odd", [float("nan"), float("inf")])
+async def test_kv_that_is_not_finite_is_not_stored(context: Context, server: FakeLMCache, odd: float) -> None:
+    kv = random_kv(12)
+    kv[1, -1, -1, -1] = odd
+    with pytest.raises(lms.InvalidRequestError, match="NaN or infinities"):
+        await context.store(kv, TOKENS)
+    assert "prepare_store" not in server.calls
+
+
 async def test_a_session_that_ends_in_silence_holds_nothing_up(context: Context, server: FakeLMCache) -> None:
     server.silent = {"end_session"}
     kv = random_kv(12)

@@ -17,7 +17,9 @@ from .params import (
     checked,
     decode_body,
     decode_completion,
+    encode_text,
     refuse_other_model,
+    refuse_too_long,
 )
 from .prefixes import PrefixCache
 from .problems import BadRequestError
@@ -73,11 +75,12 @@ class EngineCore:
         Raises:
             RequestError: it is refused.
         """
+        return await asyncio.to_thread(self._tokenize, body)
+
+    def _tokenize(self, body: bytes) -> list[int]:
         request = decode_body(body, TokenizeRequest)
         refuse_other_model(request.model, self.served_name)
-        encode = self.model.tokenizer.encode
-        ids = await asyncio.to_thread(encode, request.prompt, add_special_tokens=request.add_special_tokens)
-        return list(ids)
+        return encode_text(self.model, request.prompt, add_special_tokens=request.add_special_tokens)
 
     async def detokenize(self, body: bytes) -> str:
         """Return the text of the token ids in a body.
@@ -85,12 +88,16 @@ class EngineCore:
         Raises:
             RequestError: it is refused.
         """
+        return await asyncio.to_thread(self._detokenize, body)
+
+    def _detokenize(self, body: bytes) -> str:
         request = decode_body(body, DetokenizeRequest)
         refuse_other_model(request.model, self.served_name)
+        refuse_too_long(self.model, len(request.tokens))
         unknown = next((one for one in request.tokens if one >= self.model.vocab_size), None)
         if unknown is not None:
             raise BadRequestError(f"Token id {unknown} is out of vocabulary", "tokens")
-        text: str = await asyncio.to_thread(self.model.tokenizer.decode, request.tokens)
+        text: str = self.model.tokenizer.decode(request.tokens)
         return text
 
     @asynccontextmanager

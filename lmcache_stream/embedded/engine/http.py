@@ -42,6 +42,8 @@ async def _errors_as_vllm(request: web.Request, handler: Any) -> web.StreamRespo
         return response
     except RequestError as error:
         status, body = failure(error)
+    except web.RequestPayloadError as error:
+        status, body = failure(BadRequestError(f"The body cannot be read: {error}"))
     except web.HTTPException as error:
         status, body = error.status, error_object(error.reason, error.reason, error.status)
     except Exception as error:

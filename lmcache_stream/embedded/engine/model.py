@@ -29,6 +29,7 @@ class CausalModel:
         geometry: of its KV, as it is in the cache: two planes.
         num_query_heads: attention heads of a layer.
         vocab_size: token ids are below it.
+        longest_token: characters of the longest token.
         max_model_len: the longest sequence, in tokens.
         eos_token_ids: ids that end an answer.
         defaults: sampling parameters that the model's authors recommend, under vLLM's names.
@@ -61,6 +62,7 @@ class CausalModel:
         self.geometry = self._probe(config)
         self.num_query_heads = int(config.num_attention_heads)
         self.vocab_size = int(config.vocab_size)
+        self.longest_token = max(map(len, tokenizer.get_vocab()), default=1)
         self.max_model_len = _max_model_len(config, max_model_len)
         generation = model.generation_config
         eos = generation.eos_token_id if generation.eos_token_id is not None else tokenizer.eos_token_id

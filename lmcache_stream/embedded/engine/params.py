@@ -21,7 +21,9 @@ __all__ = [
     "checked",
     "decode_body",
     "decode_completion",
+    "encode_text",
     "refuse_other_model",
+    "refuse_too_long",
 ]
 
 T = TypeVar("T")
@@ -227,11 +229,32 @@ def _token_ids(request: CompletionRequest, model: CausalModel) -> list[int]:
             raise BadRequestError("prompt: the embedded engine takes one prompt a request", "prompt")
         (prompt,) = prompt
     if isinstance(prompt, str):
-        prompt = list(model.tokenizer.encode(prompt, add_special_tokens=request.add_special_tokens))
+        prompt = encode_text(model, prompt, add_special_tokens=request.add_special_tokens)
     if not prompt:
         raise BadRequestError("Either prompt or prompt_embeds must be provided and non-empty.", "prompt")
     ids: list[int] = prompt
     return ids
+
+
+def encode_text(model: CausalModel, text: str, *, add_special_tokens: bool) -> list[int]:
+    """Return the token ids of ``text``.
+
+    Raises:
+        BadRequestError: it must be longer than the model's limit. Found out before it is tokenized, which may
+            take minutes.
+    """
+    refuse_too_long(model, len(text) // model.longest_token)
+    return list(model.tokenizer.encode(text, add_special_tokens=add_special_tokens))
+
+
+def refuse_too_long(model: CausalModel, num_tokens: int) -> None:
+    """Raise BadRequestError for more tokens than the model takes."""
+    if num_tokens > model.max_model_len:
+        raise BadRequestError(
+            f"This model's maximum context length is {model.max_model_len} tokens. However, your request has "
+            f"at least {num_tokens}.",
+            "input_tokens",
+        )
 
 
 def _salt(salt: str | None) -> str:

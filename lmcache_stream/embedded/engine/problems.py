@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["BadRequestError", "ModelNotFoundError", "RequestError", "error_object"]
+__all__ = ["BadRequestError", "ModelNotFoundError", "NotFiniteError", "RequestError", "error_object"]
 
 
 class RequestError(Exception):
@@ -27,6 +27,13 @@ class ModelNotFoundError(RequestError):
 
     status = 404
     kind = "NotFoundError"
+
+
+class NotFiniteError(RequestError):
+    """Nothing can be decoded from what the model computed."""
+
+    status = 500
+    kind = "InternalServerError"
 
 
 def error_object(message: str, kind: str, status: int, param: str | None = None) -> dict[str, Any]:

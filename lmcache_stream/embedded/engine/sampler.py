@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .params import CompletionParams
+from .problems import NotFiniteError
 
 __all__ = ["Sampler"]
 
@@ -82,6 +83,11 @@ class Sampler:
             counts = Counter(decoded)
             times = torch.tensor(list(counts.values()), dtype=scores.dtype)
             scores[0, list(counts)] -= params.presence_penalty + params.frequency_penalty * times
+        if not bool(torch.isfinite(scores.max())):
+            # Of which greedy decoding would make token 0, silently.
+            raise NotFiniteError(
+                "the logits are not finite: the cached KV or a sampling parameter makes nonsense of them"
+            )
         if self._is_greedy:
             return int(scores.argmax())
         for warper in self._warpers:

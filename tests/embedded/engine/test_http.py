@@ -87,6 +87,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"prompt": [-1]}, "prompt"),
     ({"prompt": ["a", "b"]}, "one prompt"),
     ({"prompt": [[1], [2]]}, "one prompt"),
+    ({"prompt": "a" * 200_000}, "maximum context length"),
     ({"prompt": [1, "b"]}, "one prompt"),
     ({"vllm_xargs": {"a": 1}}, "vllm_xargs"),
     ({"logit_bias": {"9" * 5000: 1}}, "logit_bias"),
@@ -306,6 +307,32 @@ async def test_an_id_that_no_token_has_is_not_detokenized(session: aiohttp.Clien
     for token in (VOCAB_SIZE, 10**30):
         status, answer = await post(session, {"tokens": [token]}, "/detokenize")
         assert (status, answer["error"]["code"]) == (400, 400)
+
+
+async def test_logits_that_are_not_finite_are_an_error(
+    session: aiohttp.ClientSession, engine: EmbeddedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward = engine.core.model.forward
+    monkeypatch.setattr(engine.core.model, "forward", lambda *given: forward(*given) * torch.nan)
+    for temperature in (0, 1):
+        status, answer = await post(session, {**GREEDY, "temperature": temperature})
+        assert status == 500
+        assert "not finite" in answer["error"]["message"]
+
+
+async def test_texts_and_ids_that_are_far_too_long_are_refused_at_once(
+    session: aiohttp.ClientSession,
+) -> None:
+    for path, body in (("/tokenize", {"prompt": "a" * 10**6}), ("/detokenize", {"tokens": [5] * 10**5})):
+        status, answer = await post(session, body, path)
+        assert status == 400
+        assert "maximum context length" in answer["error"]["message"]
+
+
+async def test_a_body_that_is_not_compressed_as_it_says(session: aiohttp.ClientSession) -> None:
+    headers = {"Content-Encoding": "gzip", "Content-Type": "application/json"}
+    async with session.post("/v1/completions", data=b"no gzip", headers=headers) as response:
+        assert response.status == 400
 
 
 async def test_a_port_that_is_taken_is_named(engine: EmbeddedEngine, model: CausalModel) -> None:
