@@ -158,7 +158,7 @@ class AsyncLMCacheContext:
             raise InvalidRequestError(
                 f"{len(ids)} tokens are less than one chunk of {self.chunk_size}: nothing can be stored"
             )
-        if not await self._workers.run(_is_finite, kv):
+        if not await self._edit_workers.run(_is_finite, kv):
             raise InvalidRequestError("kv holds NaN or infinities: an engine would decode nonsense from it")
         return await self._stores.store(
             kv.detach()[:, :, :whole],
