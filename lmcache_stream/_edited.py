@@ -6,7 +6,6 @@ import warnings
 
 import torch
 
-from ._editing import fingerprint
 from ._state import StreamState
 from ._verdict import unused_edit
 from .cache.context import AsyncLMCacheContext
@@ -57,7 +56,7 @@ class EditedPrefix:
         state, context = self._state, self._context
         kv = await context.retrieve(state.tokens[: self._length], state.cache_salt)
         if kv is not None and kv.shape[2] == self._length and state.fingerprint is not None:
-            found = await context.edit_workers.run(fingerprint, kv, context.chunk_size)
+            found = await context.fingerprint(kv)
             if not torch.equal(found, state.fingerprint):
                 state.lost = (
                     f"what LMCache has under the salt {state.cache_salt!r} is no longer the edited KV, so "

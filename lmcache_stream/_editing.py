@@ -10,9 +10,12 @@ from typing import Any
 import anyio
 import torch
 
+from ._checks import checked_token_ids
 from .cache.context import AsyncLMCacheContext
 from .cache.edit import drop_tokens
-from .dropping import CachedPrefix, Keep, Policy
+from .cache.held import HeldPrefix
+from .cache.lookups import PrefixLease
+from .dropping import CachedPrefix, Keep, Layers, Policy
 from .errors import InvalidRequestError, StoreIncompleteError
 
 Edited = tuple[torch.Tensor, Sequence[int]]
@@ -27,17 +30,21 @@ _LEAST_STORE = 1.0
 
 @dataclass(frozen=True, slots=True)
 class AppliedEdit:
-    """What an edit made.
+    """What an edit made of a prefix.
 
     Attributes:
-        kv: ``[2, L, n, D]``.
-        tokens: its n token ids.
+        tokens_before: length of the prefix.
+        tokens: the n token ids that it left.
+        kv: their KV, ``[2, L, n, D]``; None where its whole chunks are stored already.
         kept: int64 ``[n]``, which of the tokens before these are; None where a function made them.
+        prints: the fingerprint of what is stored already.
     """
 
-    kv: torch.Tensor
+    tokens_before: int
     tokens: Sequence[int]
+    kv: torch.Tensor | None
     kept: torch.Tensor | None = None
+    prints: torch.Tensor | None = None
 
 
 def check_edit(fn: KVEdit, queries: Queries | None) -> None:
@@ -57,29 +64,49 @@ def check_edit(fn: KVEdit, queries: Queries | None) -> None:
 async def apply_edit(
     context: AsyncLMCacheContext,
     fn: KVEdit,
-    kv: torch.Tensor,
-    tokens: list[int],
-    queries: Queries | None = None,
-) -> AppliedEdit:
-    """Return what ``fn`` makes of ``kv`` (``[2, L, T, D]``) and ``tokens``, both private to it.
+    lease: PrefixLease,
+    queries: Queries | None,
+    own_salt: str | None,
+    timeout: float,
+) -> AppliedEdit | None:
+    """Edit the prefix that ``lease`` locks, and use the lease up; None where the prefix was gone.
+
+    Args:
+        context: the cache.
+        fn: the edit.
+        lease: of the prefix.
+        queries: for policies.
+        own_salt: where tokens are only dropped, store what is left under it at once, from the server's
+            memory into the server's memory. None where others store under the salt too.
+        timeout: seconds for that.
 
     Raises:
         InvalidRequestError: the result is no pair, or a policy cannot choose.
         GeometryError, LayoutError: the edit cannot be done right for this model.
     """
+    if isinstance(fn, Keep | Policy):
+        # Before anything is chosen: without RoPE it could not be moved.
+        _ = context.rope
+    async with context.hold(lease) as held:
+        if held is None:
+            return None
+        if isinstance(fn, Keep | Policy) and own_salt is not None and not callable(queries):
+            return await _drop_where_it_lies(context, fn, held, queries, own_salt, timeout)
+        kv = await held.kv()
+    # The locks are given back before any code of a caller's runs, which may take long.
+    tokens = list(held.tokens)
     if isinstance(fn, Keep):
         return await _drop(context, kv, tokens, fn.kept_indices(len(tokens)))
     if isinstance(fn, Policy):
-        # Before the scores: without RoPE nothing that is chosen could be moved.
-        _ = context.rope
         made = None
         if queries is not None:
             made = queries if isinstance(queries, torch.Tensor) else await _call(context, queries, kv, tokens)
             if not isinstance(made, torch.Tensor):
                 raise InvalidRequestError(f"queries= gave a {type(made).__name__}, no tensor")
         heads = context.geometry.num_kv_heads
-        kept = await context.edit_workers.run(_choose, fn, kv, tokens, heads, made, context.chunk_size)
-        return await _drop(context, kv, tokens, kept)
+        keys, values = kv.view(*kv.shape[:-1], heads, -1)
+        layers = Layers.of(keys), Layers.of(values)
+        return await _drop(context, kv, tokens, await _choose(context, fn, layers, tokens, made))
     edited = await _call(context, fn, kv, tokens)
     if isinstance(edited, torch.Tensor):
         raise InvalidRequestError("the edit must return (new_kv, new_tokens), not a tensor alone")
@@ -89,27 +116,61 @@ async def apply_edit(
         raise InvalidRequestError(
             f"the edit must return (new_kv, new_tokens), not {type(edited).__name__}"
         ) from error
-    return AppliedEdit(new_kv, new_tokens)
+    return AppliedEdit(len(held.tokens), new_tokens, new_kv)
+
+
+async def _drop_where_it_lies(
+    context: AsyncLMCacheContext,
+    fn: Keep | Policy,
+    held: HeldPrefix,
+    queries: torch.Tensor | None,
+    cache_salt: str,
+    timeout: float,
+) -> AppliedEdit:
+    tokens = list(held.tokens)
+    if isinstance(fn, Keep):
+        kept = fn.kept_indices(len(tokens))
+    else:
+        count = context.geometry.num_layers
+        layers = Layers(count, held.keys), Layers(count, held.values)
+        kept = await _choose(context, fn, layers, tokens, queries)
+    whole = kept[: whole_chunks(len(kept), context.chunk_size)]
+    prints = await held.drop(whole, context.rope, cache_salt, deadline=timeout)
+    if prints is None:
+        # No room. To wait for some, the prefix must be held no longer, or others wait for this one.
+        return await _drop(context, await held.kv(), tokens, kept)
+    return AppliedEdit(
+        len(tokens), [tokens[index] for index in kept.tolist()], None, kept=kept, prints=prints
+    )
 
 
 async def _drop(
     context: AsyncLMCacheContext, kv: torch.Tensor, tokens: list[int], kept: torch.Tensor
 ) -> AppliedEdit:
     new_kv, ids = await context.edit_workers.run(drop_tokens, kv, tokens, kept, context.rope)
-    return AppliedEdit(new_kv, ids, kept)
+    return AppliedEdit(len(tokens), ids, new_kv, kept=kept)
 
 
-def _choose(
+async def _choose(
+    context: AsyncLMCacheContext,
     policy: Policy,
-    kv: torch.Tensor,
+    layers: tuple[Layers, Layers],
     tokens: list[int],
-    num_kv_heads: int,
     queries: torch.Tensor | None,
-    chunk_size: int,
 ) -> torch.Tensor:
-    prefix = CachedPrefix.of(kv, tokens, num_kv_heads=num_kv_heads, queries=queries)
-    with torch.no_grad():
-        return policy.kept_indices(prefix, chunk_size)
+    def choose() -> torch.Tensor:
+        geometry = context.geometry
+        prefix = CachedPrefix.by_layer(
+            *layers,
+            tokens,
+            num_kv_heads=geometry.num_kv_heads,
+            head_size=geometry.head_size,
+            queries=queries,
+        )
+        with torch.no_grad():
+            return policy.kept_indices(prefix, context.chunk_size)
+
+    return await context.edit_workers.run(choose)
 
 
 async def _call(
@@ -140,22 +201,24 @@ def whole_chunks(num_tokens: int, chunk_size: int) -> int:
 
 
 async def store_whole(
-    context: AsyncLMCacheContext,
-    kv: torch.Tensor,
-    tokens: list[int],
-    cache_salt: str,
-    *,
-    own_salt: bool,
-    timeout: float,
-) -> torch.Tensor:
-    """Store ``kv`` (``[2, L, T, D]``, whole chunks) until a lookup finds every chunk of it.
+    context: AsyncLMCacheContext, edit: AppliedEdit, cache_salt: str, *, own_salt: bool, timeout: float
+) -> tuple[list[int], torch.Tensor]:
+    """Store an edit's whole chunks until a lookup finds every one of them, unless that was done before.
 
-    With no room in the cache it holds no lock while it waits for the server's eviction. Returns the
-    fingerprint of what was stored.
+    With no room in the cache it holds no lock while it waits for the server's eviction. Returns the edit's
+    token ids and the fingerprint of what was stored.
 
     Raises:
+        InvalidRequestError: KV and ids do not fit each other or the cache, or are less than a chunk.
         StoreIncompleteError: not all was in within ``timeout`` seconds, or never can be.
     """
+    ids = checked_token_ids(edit.tokens, "tokens")
+    if edit.kv is None:
+        assert edit.prints is not None
+        return ids, edit.prints
+    context.check_kv(edit.kv, len(ids))
+    whole = whole_chunks(len(ids), context.chunk_size)
+    kv, tokens = edit.kv[:, :, :whole], ids[:whole]
     end = anyio.current_time() + timeout
     pause = _FIRST_PAUSE
     wanted = len(tokens) // context.chunk_size
@@ -163,7 +226,7 @@ async def store_whole(
         left = max(end - anyio.current_time(), _LEAST_STORE)
         result = await context.store(kv, tokens, cache_salt, own_salt=own_salt, deadline=left)
         if result:
-            return await context.edit_workers.run(fingerprint, kv, context.chunk_size)
+            return ids, await context.fingerprint(kv)
         stored = wanted - result.refused
         if result.conflicting:
             raise StoreIncompleteError(
@@ -181,16 +244,3 @@ async def store_whole(
             )
         await anyio.sleep(pause)
         pause = min(2 * pause, _LONGEST_PAUSE)
-
-
-def fingerprint(kv: torch.Tensor, chunk_size: int) -> torch.Tensor:
-    """Return two sums over the bits of each chunk of ``kv`` (``[2, L, T, D]``): int64 ``[T / c, 2]``.
-
-    They tell edited KV from the plain KV of the same tokens, not from what somebody made to look alike.
-    """
-    bits = kv.contiguous().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[kv.dtype.itemsize])
-    rows = []
-    for start in range(0, kv.shape[2], chunk_size):
-        chunk = bits[:, :, start : start + chunk_size].to(torch.int64)
-        rows.append(torch.stack([chunk.sum(), (chunk * chunk).sum()]))
-    return torch.stack(rows)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
 
 import anyio
-import torch
 
 from ._checks import checked_seconds
 from .cache.context import AsyncLMCacheContext
+from .cache.lookups import PrefixLease
 from .errors import InvalidRequestError, KVNotReadyError
 
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 _FIRST_PAUSE = 0.005
@@ -22,12 +25,16 @@ async def wait_for_prefix(
     context: AsyncLMCacheContext,
     tokens: list[int],
     cache_salt: str,
+    use: Callable[[PrefixLease], Awaitable[T | None]],
     *,
     timeout: float,
     poll_interval: float,
     min_tokens: int | None,
-) -> torch.Tensor:
-    """Return the KV of ``tokens`` (whole chunks), looking at once and then with growing pauses.
+) -> T:
+    """Return what ``use`` makes of the KV of ``tokens`` (whole chunks), once that is there.
+
+    It looks at once and then with growing pauses. ``use`` takes the locks on the prefix over, and returns
+    None where it was gone after all.
 
     At the deadline at least ``min_tokens`` tokens, all by default, must be there.
 
@@ -56,16 +63,16 @@ async def wait_for_prefix(
         found = lease.chunks * size
         is_last = anyio.current_time() + pause > end
         if found == wanted or (is_last and found >= least):
-            kv = await context.read(lease)
-            if kv is not None:
-                if found < wanted:
-                    logger.warning(
-                        "after %g s LMCache has the KV of %d of %d tokens; going on with these",
-                        timeout,
-                        found,
-                        wanted,
-                    )
-                return kv
+            if found < wanted:
+                logger.warning(
+                    "after %g s LMCache has the KV of %d of %d tokens; going on with these",
+                    timeout,
+                    found,
+                    wanted,
+                )
+            made = await use(lease)
+            if made is not None:
+                return made
             found = 0
         await context.unpin(lease)
         if is_last:

@@ -35,6 +35,8 @@ class EditReport:
         kept_indices: which tokens were kept, counted in the sequence as it was before any edit (the prompt,
             then decoded and added tokens); None where a function or ``update_kv`` made the edit. From there
             on the count begins anew with what it made.
+        layout_spread: what the check of KV layout and RoPE measured on this context, nearly 0 where they are
+            right (relative spread of layer 0's un-rotated keys of equal tokens); None where it was not made.
     """
 
     tokens_before: int
@@ -45,6 +47,7 @@ class EditReport:
     cache_salt: str
     seconds: float
     kept_indices: tuple[int, ...] | None = None
+    layout_spread: float | None = None
 
 
 @dataclass(slots=True)

@@ -10,12 +10,13 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+U = TypeVar("U")
 _Job = tuple[Callable[[], Any], Callable[[Any, BaseException | None], None]]
 
 
@@ -28,12 +29,20 @@ _all: weakref.WeakSet[Workers] = weakref.WeakSet()
 class Workers:
     """At most ``limit`` daemon threads, made as they are needed, that end with their owner.
 
+    Args:
+        name: of the threads.
+        limit: the most of them; one a core and at most 8 by default.
+        on_start: called first in each.
+
     Neither anyio's worker threads, which live on until the event loop ends, nor an executor of the
     standard library, whose threads an exiting interpreter waits for, however long a caller's code takes.
     """
 
-    def __init__(self, name: str, limit: int | None = None) -> None:
+    def __init__(
+        self, name: str, limit: int | None = None, *, on_start: Callable[[], Any] | None = None
+    ) -> None:
         self._name = name
+        self._on_start = on_start
         self._limit = limit or min(8, os.cpu_count() or 1)
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._threads = 0
@@ -50,6 +59,9 @@ class Workers:
 
     async def run(self, function: Callable[..., T], *arguments: Any) -> T:
         """Run ``function`` in a thread; a cancelled caller leaves at once, the thread goes on."""
+        return await self._begin(function, *arguments)
+
+    def _begin(self, function: Callable[..., T], *arguments: Any) -> asyncio.Future[T]:
         loop = asyncio.get_running_loop()
         outcome: asyncio.Future[T] = loop.create_future()
 
@@ -68,7 +80,26 @@ class Workers:
 
         context = contextvars.copy_context()
         self._submit(partial(context.run, _guarded, outcome, function, *arguments), report)
-        return await outcome
+        return outcome
+
+    async def run_each(self, function: Callable[[U], T], arguments: Iterable[U]) -> list[T]:
+        """Run ``function`` on each argument, side by side, and return the results in order.
+
+        Comes back when nothing of it runs any more, unless the caller is cancelled; then it raises the
+        error of the first argument that has one.
+        """
+        outcomes = [self._begin(function, one) for one in arguments]
+        try:
+            if outcomes:
+                await asyncio.wait(outcomes)
+        finally:
+            # What has not begun then never does.
+            for one in outcomes:
+                one.cancel()
+        errors = [error for one in outcomes if (error := one.exception()) is not None]
+        if errors:
+            raise errors[0]
+        return [one.result() for one in outcomes]
 
     def submit(self, function: Callable[[], Any]) -> None:
         """Run ``function`` behind all that was given before; nobody learns what comes of it."""
@@ -86,6 +117,8 @@ class Workers:
             self._jobs.put((work, report))
 
     def _work(self) -> None:
+        if self._on_start is not None:
+            self._on_start()
         while (job := self._jobs.get()) is not None:
             work, report = job
             result, failure = None, None

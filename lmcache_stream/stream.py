@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, Literal, TypeVar
 
 import torch
 
 from ._checks import checked_salt, checked_seconds, checked_token_ids
 from ._edited import ADVICE
-from ._editing import AppliedEdit, KVEdit, Queries, apply_edit, check_edit, store_whole, whole_chunks
+from ._editing import AppliedEdit, KVEdit, Queries, apply_edit, check_edit, store_whole
 from ._retrieval import wait_for_prefix
 from ._state import EditReport, StreamState, forked_salt
 from ._turns import Turns
 from .cache.context import AsyncLMCacheContext
+from .cache.lookups import PrefixLease
 from .completions import PostCompletion
 from .errors import CacheLostError, InvalidRequestError
 from .generation import Generation
 from .metrics import StreamPerfMetrics
 
 __all__ = ["AsyncLMCacheStream", "create_request"]
+
+T = TypeVar("T")
 
 
 class AsyncLMCacheStream:
@@ -163,7 +166,8 @@ class AsyncLMCacheStream:
         """
         with self._turns.during("retrieve_kv"):
             size = self._context.chunk_size
-            kv = await self._retrieve(timeout, poll_interval, size if min_tokens is None else min_tokens)
+            least = size if min_tokens is None else min_tokens
+            kv = await self._retrieve(self._context.read, timeout, poll_interval, least)
             self._state.retrieved = kv.shape[2]
             return kv
 
@@ -197,7 +201,7 @@ class AsyncLMCacheStream:
             checked_seconds(timeout, "timeout")
             behind = self._state.tail() if tail is None else checked_token_ids(tail, "tail")
             before = self._state.retrieved or len(self._state.tokens)
-            await self._commit(AppliedEdit(kv, tokens), behind, before, started, timeout)
+            await self._commit(AppliedEdit(before, tokens, kv), behind, self._new_salt(), started, timeout)
 
     async def modify_kv(
         self,
@@ -229,13 +233,23 @@ class AsyncLMCacheStream:
         with self._turns.during("modify_kv"):
             started = time.perf_counter()
             check_edit(fn, queries)
-            kv = await self._retrieve(timeout, poll_interval, min_tokens)
-            tokens = self._state.tokens
-            length = kv.shape[2]
-            edit = await apply_edit(self._context, fn, kv, tokens[:length], queries)
-            await self._commit(edit, tokens[length:], length, started, timeout)
+            salt, fork = self._new_salt(), self._isolation == "fork"
 
-    async def _retrieve(self, timeout: float, pause: float, min_tokens: int | None) -> torch.Tensor:
+            async def use(lease: PrefixLease) -> AppliedEdit | None:
+                own_salt = salt if fork else None
+                return await apply_edit(self._context, fn, lease, queries, own_salt, timeout)
+
+            edit = await self._retrieve(use, timeout, poll_interval, min_tokens)
+            behind = self._state.tokens[edit.tokens_before :]
+            await self._commit(edit, behind, salt, started, timeout)
+
+    async def _retrieve(
+        self,
+        use: Callable[[PrefixLease], Awaitable[T | None]],
+        timeout: float,
+        pause: float,
+        min_tokens: int | None,
+    ) -> T:
         state = self._state
         if state.lost:
             raise CacheLostError(f"{state.lost}. {ADVICE}")
@@ -244,42 +258,36 @@ class AsyncLMCacheStream:
             self._context,
             prefix,
             state.cache_salt,
+            use,
             timeout=timeout,
             poll_interval=pause,
             min_tokens=min_tokens,
         )
 
+    def _new_salt(self) -> str:
+        return forked_salt(self._base_salt) if self._isolation == "fork" else self._base_salt
+
     async def _commit(
-        self,
-        edit: AppliedEdit,
-        tail: Sequence[int],
-        tokens_before: int,
-        started: float,
-        timeout: float,
+        self, edit: AppliedEdit, tail: Sequence[int], salt: str, started: float, timeout: float
     ) -> None:
-        context, state, kv = self._context, self._state, edit.kv
-        ids = checked_token_ids(edit.tokens, "tokens")
-        context.check_kv(kv, len(ids))
-        whole = whole_chunks(len(ids), context.chunk_size)
-        fork = self._isolation == "fork"
-        salt = forked_salt(self._base_salt) if fork else self._base_salt
-        prints = await store_whole(
-            context, kv[:, :, :whole], ids[:whole], salt, own_salt=fork, timeout=timeout
-        )
-        per_token = context.geometry.bytes_per_token
+        state, fork = self._state, self._isolation == "fork"
+        ids, prints = await store_whole(self._context, edit, salt, own_salt=fork, timeout=timeout)
+        whole = len(prints) * self._context.chunk_size
+        before, per_token = edit.tokens_before, self._context.geometry.bytes_per_token
         kept = None if edit.kept is None else tuple(state.origins[index] for index in edit.kept.tolist())
         report = EditReport(
-            tokens_before=tokens_before,
+            tokens_before=before,
             tokens_after=len(ids),
             recomputed_tokens=len(ids) - whole,
-            bytes_before=tokens_before * per_token,
+            bytes_before=before * per_token,
             bytes_after=whole * per_token,
             cache_salt=salt,
             seconds=time.perf_counter() - started,
             kept_indices=kept,
+            layout_spread=self._context.layout_spread,
         )
         behind = [*ids[whole:], *tail, *state.suffix]
-        origins = kept and (*kept, *state.origins[tokens_before:], *state.suffix_origins)
+        origins = kept and (*kept, *state.origins[before:], *state.suffix_origins)
         state.replace(ids[:whole], behind, salt, report, prints, origins)
 
     def __repr__(self) -> str:

@@ -17,7 +17,7 @@ from ..errors import (
 from ..rope import RopeConfig
 from . import layouts
 from .context import AsyncLMCacheContext
-from .discovery import discover
+from .discovery import AUTO, discover
 from .geometry import KVGeometry
 from .http import CacheHTTP
 from .messages import GET_CHUNK_SIZE
@@ -41,6 +41,10 @@ class connect:  # noqa: N801 - read as a function: `await connect(...)`, `async 
         max_model_len: the engine's limit of a sequence, which longrope models need.
         rope: the model's rotary embedding, for models whose configuration this library does not
             read; by default it is read from the configuration.
+        layout: the chunks' layout, where it is not what status and configuration say (see ``KVGeometry``);
+            ``auto`` for the one that the first retrieved prefix fits.
+        check_layout: whether to hold the first retrieved keys of layer 0 against the layout and RoPE.
+            Without that, an edit may be silently wrong.
         timeouts: deadlines in seconds.
 
     Raises:
@@ -60,6 +64,8 @@ class connect:  # noqa: N801 - read as a function: `await connect(...)`, `async 
         model_config: Any = None,
         max_model_len: int | None = None,
         rope: RopeConfig | None = None,
+        layout: str | None = None,
+        check_layout: bool = True,
         timeouts: Timeouts = Timeouts(),  # noqa: B008 - frozen
     ) -> None:
         self._url = checked_url(url, ("tcp",), "url")
@@ -71,6 +77,12 @@ class connect:  # noqa: N801 - read as a function: `await connect(...)`, `async 
         self._model_config = model_config
         self._max_model_len = max_model_len
         self._rope = rope
+        if layout is not None and layout != AUTO:
+            layouts.get(layout)
+        if layout == AUTO and not check_layout:
+            raise InvalidRequestError("layout='auto' is found by the layout check: check_layout must be on")
+        self._layout = layout
+        self._check_layout = check_layout
         self._timeouts = timeouts
         self._context: AsyncLMCacheContext | None = None
 
@@ -98,7 +110,7 @@ class connect:  # noqa: N801 - read as a function: `await connect(...)`, `async 
         peer: Peer | None = None
         try:
             await requests.start()
-            found = discover(await http.status(), self._model_name, config, self._geometry)
+            found = discover(await http.status(), self._model_name, config, self._geometry, self._layout)
             chunk_size = await requests.call(GET_CHUNK_SIZE, deadline=timeouts.connect)
             layouts.get(found.geometry.layout).check(found.geometry, chunk_size)
             peer = Peer(
@@ -116,7 +128,14 @@ class connect:  # noqa: N801 - read as a function: `await connect(...)`, `async 
             if isinstance(error, LMCacheStreamError):
                 error.add_note(f"while connecting to {self._url} and {self._http_url}")
             raise
-        return AsyncLMCacheContext(peer, found, config, max_model_len=self._max_model_len, rope=self._rope)
+        return AsyncLMCacheContext(
+            peer,
+            found,
+            config,
+            max_model_len=self._max_model_len,
+            rope=self._rope,
+            check_layout=self._check_layout,
+        )
 
 
 async def _register(peer: Peer, geometry: KVGeometry) -> None:

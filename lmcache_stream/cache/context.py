@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import warnings
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from types import TracebackType
 from typing import Self
 
@@ -14,17 +15,20 @@ import torch
 from .._background import to_the_end
 from .._checks import checked_salt, checked_token_ids
 from .._workers import Workers
-from ..errors import ClosedError, GeometryError, InvalidRequestError, LayoutError
+from ..errors import ClosedError, GeometryError, InvalidRequestError
 from ..rope import RopeConfig
-from . import layouts
 from .discovery import Discovery
 from .geometry import KVGeometry
+from .held import HeldPrefix
 from .knowledge import Knowledge
+from .kv_check import check_kv
 from .lookups import Lookups, PrefixLease
 from .messages import ChunkMismatchError
 from .model_config import ModelConfig
 from .peer import Peer
+from .prints import fingerprint, is_finite_kv
 from .stores import StoreResult, Stores
+from .threads import tensor_workers
 from .transfers import Transfers
 
 __all__ = ["AsyncLMCacheContext"]
@@ -50,16 +54,23 @@ class AsyncLMCacheContext:
         *,
         max_model_len: int | None,
         rope: RopeConfig | None,
+        check_layout: bool = True,
     ) -> None:
         self._peer = peer
         self._lookups = Lookups(peer)
-        self._workers = Workers("lmcache-stream")
+        self._workers = tensor_workers("lmcache-stream")
         # Apart, so that edits, however long they take, never hold up the filling of a slot.
         self._edit_workers = Workers("lmcache-stream edit")
         self._transfers = Transfers(peer, self._lookups, self._workers)
         self._stores = Stores(peer, self._lookups, self._transfers, self._workers)
         self._knowledge = Knowledge(
-            peer, discovery, config, self._workers, max_model_len=max_model_len, rope=rope
+            peer,
+            discovery,
+            config,
+            self._workers,
+            max_model_len=max_model_len,
+            rope=rope,
+            check_layout=check_layout,
         )
         self._is_closed = False
         self._closed = asyncio.Event()
@@ -93,6 +104,11 @@ class AsyncLMCacheContext:
             GeometryError: no model configuration is known, or its RoPE is not supported.
         """
         return self._knowledge.rope
+
+    @property
+    def layout_spread(self) -> float | None:
+        """What the check of layout and RoPE measured, nearly 0 for right ones; None where it was not made."""
+        return self._knowledge.spread
 
     async def lookup(self, tokens: Sequence[int], cache_salt: str = "") -> int:
         """Return how many leading tokens of ``tokens`` have their KV in the cache, in whole chunks.
@@ -158,7 +174,7 @@ class AsyncLMCacheContext:
             raise InvalidRequestError(
                 f"{len(ids)} tokens are less than one chunk of {self.chunk_size}: nothing can be stored"
             )
-        if not await self._edit_workers.run(_is_finite, kv):
+        if not await self._edit_workers.run(is_finite_kv, kv):
             raise InvalidRequestError("kv holds NaN or infinities: an engine would decode nonsense from it")
         return await self._stores.store(
             kv.detach()[:, :, :whole],
@@ -170,28 +186,12 @@ class AsyncLMCacheContext:
 
     def check_kv(self, kv: torch.Tensor, num_tokens: int) -> None:
         """Raise unless ``kv`` is what the cache can hold for ``num_tokens`` tokens."""
-        geometry = self.geometry
         if self._knowledge.is_assumed:
             raise GeometryError(
                 "the engine's KV dtype is not known before something was retrieved: retrieve first, or "
                 "pass geometry= to connect()"
             )
-        if not isinstance(kv, torch.Tensor):
-            raise InvalidRequestError(f"kv must be a torch.Tensor, not {type(kv).__name__}")
-        if geometry.layout == "mla":
-            raise LayoutError(
-                f"{self.model_name!r} caches an MLA latent: it can be retrieved, but not edited like K and V"
-            )
-        wanted = layouts.get(geometry.layout).kv_shape(geometry, num_tokens)
-        if tuple(kv.shape) != wanted:
-            raise InvalidRequestError(
-                f"kv has shape {list(kv.shape)}, but [planes, L, T, D] for {num_tokens} tokens of "
-                f"{self.model_name!r} is {list(wanted)}"
-            )
-        if kv.dtype != geometry.dtype:
-            raise InvalidRequestError(
-                f"kv is {kv.dtype}, but the cache holds {geometry.dtype}: convert it with kv.to(...)"
-            )
+        check_kv(kv, num_tokens, self.geometry, self.model_name)
 
     async def pin(
         self, tokens: Sequence[int], cache_salt: str = "", *, deadline: float | None = None
@@ -217,18 +217,33 @@ class AsyncLMCacheContext:
 
     async def read(self, lease: PrefixLease) -> torch.Tensor | None:
         """Return the KV that ``lease`` holds and use it up; None where it was gone after all."""
-        try:
-            kv = await self._transfers.read(lease)
-        except ChunkMismatchError as mismatch:
-            await self._knowledge.correct(mismatch)
-            again = await self.pin(lease.tokens, lease.cache_salt)
-            if not again.chunks:
-                await self.unpin(again)
-                return None
-            kv = await self._transfers.read(again)
-        if kv is not None:
-            await self._knowledge.check_layout(kv, lease.tokens[: kv.shape[2]])
-        return kv
+        async with self.hold(lease) as held:
+            return None if held is None else await held.kv()
+
+    @asynccontextmanager
+    async def hold(self, lease: PrefixLease) -> AsyncIterator[HeldPrefix | None]:
+        """Open the KV that ``lease`` holds where it lies, and use the lease up; None where it was gone.
+
+        Raises as ``retrieve``.
+        """
+        holds = self._transfers.holds
+        async with AsyncExitStack() as stack:
+            try:
+                held = await stack.enter_async_context(holds.hold(lease))
+            except ChunkMismatchError as mismatch:
+                await self._knowledge.correct(mismatch)
+                lease = await self.pin(lease.tokens, lease.cache_salt)
+                held = await stack.enter_async_context(holds.hold(lease))
+            if held.chunks is None:
+                yield None
+                return
+            tokens = lease.tokens[: len(held.chunks) * self.chunk_size]
+            await self._knowledge.check_layout(held.chunks, tokens)
+            yield HeldPrefix(held, tokens, self._peer, self._stores, self._workers)
+
+    async def fingerprint(self, kv: torch.Tensor) -> torch.Tensor:
+        """Return sums over the bits of each chunk of ``kv`` (``[2, L, T, D]``): int64 ``[T / c, 2]``."""
+        return await self._edit_workers.run(fingerprint, kv, self.chunk_size, self.geometry.head_size)
 
     def _check_open(self) -> None:
         if self._is_closed:
@@ -287,11 +302,6 @@ class AsyncLMCacheContext:
     def __repr__(self) -> str:
         state = "closed" if self._is_closed else self._peer.requests.url
         return f"<AsyncLMCacheContext {self.model_name!r} {state}>"
-
-
-def _is_finite(kv: torch.Tensor) -> bool:
-    # Layer by layer, so that it takes little memory.
-    return all(bool(torch.isfinite(layer).all()) for plane in kv for layer in plane)
 
 
 def _shorter(usual: float, deadline: float | None) -> float:

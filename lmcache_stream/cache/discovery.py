@@ -16,6 +16,8 @@ from .model_config import ModelConfig
 
 # Registrations whose names carry this are clients' or query caches', not engines'.
 _NO_ENGINE = "##"
+AUTO = "auto"
+"""The caller's word for: the layout that retrieved KV fits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,11 +29,13 @@ class Discovery:
         assumed: whether dtype and layout are an assumption that the first retrieved chunk must
             confirm: an engine-driven engine (vLLM on a CPU) registers neither.
         alone: whether no engine has registered the model.
+        layout: the layout that the caller named, ``auto``, or None where it follows from the rest.
     """
 
     geometry: KVGeometry
     assumed: bool
     alone: bool
+    layout: str | None = None
 
 
 def discover(
@@ -39,12 +43,41 @@ def discover(
     model_name: str,
     config: ModelConfig | None,
     given: KVGeometry | None,
+    layout: str | None = None,
 ) -> Discovery:
     """Put together what ``/status``, the model's configuration and the caller say.
+
+    Args:
+        status: the server's.
+        model_name: as the server knows it.
+        config: the model's configuration, where there is one.
+        given: the caller's geometry, where there is one.
+        layout: the caller's layout, or ``auto`` for the one that retrieved KV fits.
 
     Raises:
         GeometryError: an unknown model, too little known, or a contradiction.
     """
+    found = _discover(status, model_name, config, given, layout)
+    if layout is None:
+        return found
+    if layout == AUTO:
+        return replace(found, layout=AUTO)
+    single_plane = layouts.get(found.geometry.layout).single_plane
+    if layouts.get(layout).single_plane != single_plane:
+        raise GeometryError(
+            f"layout={layout!r} does not fit {model_name!r}: its engine registered "
+            f"{'one plane' if single_plane else 'two planes'}"
+        )
+    return replace(found, geometry=replace(found.geometry, layout=layout), layout=layout)
+
+
+def _discover(
+    status: Mapping[str, Any],
+    model_name: str,
+    config: ModelConfig | None,
+    given: KVGeometry | None,
+    layout: str | None,
+) -> Discovery:
     device = _engines(status, "cache_context_meta")
     driven = _engines(status, "non_cuda_context_meta")
     if model_name in device:
@@ -55,7 +88,7 @@ def discover(
         if given is not None:
             _check_against(given, entry, model_name)
             return Discovery(given, assumed=False, alone=False)
-        return Discovery(_from_driven(model_name, entry, config), assumed=True, alone=False)
+        return Discovery(_from_driven(model_name, entry, config, layout), assumed=True, alone=False)
     if given is not None:
         return Discovery(given, assumed=False, alone=True)
     known = sorted({*device, *driven})
@@ -87,7 +120,9 @@ def _single_worker(entry: Mapping[str, Any], model_name: str) -> None:
         )
 
 
-def _from_driven(model_name: str, entry: Mapping[str, Any], config: ModelConfig | None) -> KVGeometry:
+def _from_driven(
+    model_name: str, entry: Mapping[str, Any], config: ModelConfig | None, layout: str | None
+) -> KVGeometry:
     _single_worker(entry, model_name)
     if config is None:
         raise GeometryError(
@@ -110,7 +145,10 @@ def _from_driven(model_name: str, entry: Mapping[str, Any], config: ModelConfig 
                 f"model_config= is one of MLA, but the engine registered two planes for {model_name!r}"
             )
         return replace(geometry, layout="mla")
-    return replace(geometry, layout=cpu_layout(geometry)) if entry.get("use_mla") else geometry
+    if not entry.get("use_mla"):
+        return geometry
+    # A layout that is named or to be found needs no rule for this machine.
+    return replace(geometry, layout=cpu_layout(geometry) if layout is None else "fused")
 
 
 def cpu_layout(geometry: KVGeometry) -> str:
@@ -123,18 +161,18 @@ def cpu_layout(geometry: KVGeometry) -> str:
     """
     if platform.machine().lower() not in ("x86_64", "amd64"):
         raise GeometryError(
-            f"the KV layout of vLLM's CPU engine on {platform.machine()} is not known; if it is one of "
-            f"{', '.join(layouts.LAYOUTS)}, pass geometry="
+            f"the KV layout of vLLM's CPU engine on {platform.machine()} is not known: pass layout='auto' "
+            f"to connect(), or one of {', '.join(layouts.LAYOUTS)}"
         )
     amx = bool(torch.cpu._is_amx_tile_supported())
     fits = geometry.block_size % 32 == 0 and geometry.head_size % 32 == 0
     return "cpu-amx" if amx and geometry.dtype == torch.bfloat16 and fits else "cpu-vec"
 
 
-def with_dtype(geometry: KVGeometry, dtype: torch.dtype) -> KVGeometry:
+def with_dtype(geometry: KVGeometry, dtype: torch.dtype, *, layout: str | None = None) -> KVGeometry:
     """Return an assumed geometry as it is when the engine's cache turns out to be of ``dtype``."""
     changed = replace(geometry, dtype=dtype)
-    if geometry.layout.startswith("cpu-"):
+    if layout is None and geometry.layout.startswith("cpu-"):
         return replace(changed, layout=cpu_layout(changed))
     return changed
 

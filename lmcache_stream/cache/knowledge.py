@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Sequence
 
@@ -10,11 +9,11 @@ import anyio
 import torch
 
 from .._workers import Workers
-from ..errors import GeometryError
+from ..errors import GeometryError, LayoutError
 from ..rope import RopeConfig
 from . import layouts
-from .discovery import Discovery, with_dtype
-from .layout_check import verify_layout
+from .discovery import AUTO, Discovery, with_dtype
+from .layout_check import find_layout, verify_layout
 from .messages import ChunkMismatchError
 from .model_config import ModelConfig
 from .peer import Peer
@@ -27,6 +26,8 @@ class Knowledge:
 
     Attributes:
         is_assumed: whether dtype and layout are an assumption that no chunk has confirmed.
+        spread: of layer 0's keys of equal tokens, once that was measured (see selfcheck); None before, or
+            where the check is off or could not be made.
     """
 
     def __init__(
@@ -38,15 +39,19 @@ class Knowledge:
         *,
         max_model_len: int | None,
         rope: RopeConfig | None,
+        check_layout: bool,
     ) -> None:
         self.is_assumed = discovery.assumed
+        self.spread: float | None = None
+        self._layout = discovery.layout
         self._peer = peer
         self._config = config
         self._workers = workers
         self._max_model_len = max_model_len
         self._rope = rope
         self._correcting = anyio.Lock()
-        self._is_checked = False
+        self._is_checked = not check_layout
+        self._is_warned = False
 
     @property
     def rope(self) -> RopeConfig:
@@ -71,33 +76,52 @@ class Knowledge:
                 return
             if not self.is_assumed:
                 raise mismatch
-            changed = with_dtype(peer.geometry, mismatch.dtype)
+            changed = with_dtype(peer.geometry, mismatch.dtype, layout=self._layout)
             if layouts.get(changed.layout).chunk_shape(changed, peer.chunk_size) != mismatch.shape:
                 raise mismatch
             logger.info("the engine of %s keeps its KV in %s", peer.model_name, mismatch.dtype)
             # To its end, so that no registration is left that nobody knows of.
             await peer.background.finish(peer.register(changed))
 
-    async def check_layout(self, kv: torch.Tensor, tokens: Sequence[int]) -> None:
-        """Check retrieved KV, until it has passed once: are layout and RoPE what the engine writes?
+    async def check_layout(self, chunks: Sequence[torch.Tensor], tokens: Sequence[int]) -> None:
+        """Check retrieved chunks, until some have passed: are layout and RoPE what the engine writes?
 
         Raises:
-            LayoutError: they are not; the message says what was measured and what would fit.
+            LayoutError: they are not; the message says what was measured and what would fit. Or the layout
+                is to be found and cannot be.
         """
-        if self._is_checked:
-            return
+        if self._layout == AUTO:
+            await self._find_layout(chunks, tokens)
+        elif not self._is_checked and layouts.get(self._peer.geometry.layout).has_planes:
+            await self._verify_layout(chunks, tokens)
+        self.is_assumed = False
+
+    async def _find_layout(self, chunks: Sequence[torch.Tensor], tokens: Sequence[int]) -> None:
+        try:
+            rope = self.rope
+        except GeometryError as error:
+            raise LayoutError(f"layout='auto' is found by the model's RoPE, and: {error}") from error
+        found, spread = await self._workers.run(find_layout, chunks, tokens, self._peer.geometry, rope)
+        self._peer.adopt_layout(found)
+        self._layout, self.spread, self._is_checked = found, spread, True
+
+    async def _verify_layout(self, chunks: Sequence[torch.Tensor], tokens: Sequence[int]) -> None:
         geometry = self._peer.geometry
         try:
             rope = self.rope
         except GeometryError as error:
             # Nothing here will rotate these keys; a function of the caller's must know what it does.
-            self._is_checked, self.is_assumed = True, False
-            logger.warning("the KV layout %r is not checked: %s", geometry.layout, error)
-            return
-        size = self._peer.chunk_size
-        check = functools.partial(verify_layout, kv, tokens, geometry, rope, chunk_size=size)
-        if await self._workers.run(check) is None:
-            logger.info("too few repeated tokens on this prompt to check the KV layout; the next may do")
-        else:
             self._is_checked = True
-        self.is_assumed = False
+            # Its text alone: who keeps log records would keep the server's memory mapped.
+            logger.warning("the KV layout %r is not checked: %s", geometry.layout, str(error))
+            return
+        spread = await self._workers.run(verify_layout, chunks, tokens, geometry, rope)
+        if spread is not None:
+            self.spread, self._is_checked = spread, True
+        elif not self._is_warned:
+            self._is_warned = True
+            logger.warning(
+                "the KV layout %r could not be checked: too few tokens of this prompt repeat; a longer one "
+                "will do",
+                geometry.layout,
+            )

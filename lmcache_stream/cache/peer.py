@@ -8,7 +8,7 @@ import math
 import secrets
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from .._background import Background
@@ -134,6 +134,10 @@ class Peer:
                 raise
             if before[0]:
                 self._outdated.append(before[0])
+
+    def adopt_layout(self, layout: str) -> None:
+        """Decode chunks by another layout of the same shape; the server knows shapes only."""
+        self._geometry = replace(self.geometry, layout=layout)
 
     def retire(self) -> None:
         """Let the next operation register under a new id; what runs on this one keeps it."""

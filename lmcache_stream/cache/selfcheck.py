@@ -17,7 +17,7 @@ from .._checks import checked_token_ids
 from ..errors import InvalidRequestError, LayoutError
 from ..rope import RopeConfig, rotate_keys
 
-__all__ = ["MAX_SPREAD", "check_layer0", "measure_spread"]
+__all__ = ["MAX_SPREAD", "check_layer0", "measure_spread", "repeated_rows"]
 
 # Right keys differ by rounding alone: 0.0018 to 0.0024 on SmolLM2-135M in bfloat16, from 128 to 8,000
 # tokens, and three roundings of 2^-9 bound it on any model. Wrong layouts, thetas, pairings and head
@@ -71,6 +71,11 @@ def measure_spread(
     mean = torch.zeros(len(count), still.shape[1], dtype=still.dtype, device=still.device)
     mean.index_add_(0, groups, still).div_(count)
     return math.sqrt((still - mean[groups]).square().sum().item() / total)
+
+
+def repeated_rows(tokens: Sequence[int]) -> list[int]:
+    """Return, in order, the places of the tokens that ``measure_spread`` reads."""
+    return sorted(_repeats(tokens)[0].tolist())
 
 
 def check_layer0(

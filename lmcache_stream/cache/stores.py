@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from .._workers import Workers
+from .fillings import Filling
 from .lookups import Lookups
 from .peer import Peer
 from .transfers import Transfers
@@ -35,12 +36,16 @@ class StoreResult:
 
 
 class Stores:
-    """Sends chunks and finds out which of them are in the cache as they were given."""
+    """Sends chunks and finds out which of them are in the cache as they were given.
+
+    Attributes:
+        transfers: what sends them.
+    """
 
     def __init__(self, peer: Peer, lookups: Lookups, transfers: Transfers, workers: Workers) -> None:
         self._peer = peer
         self._lookups = lookups
-        self._transfers = transfers
+        self.transfers = transfers
         self._workers = workers
 
     async def store(
@@ -70,7 +75,8 @@ class Stores:
             lease = await self._lookups.acquire(tokens, cache_salt, deadline=lookup)
             before = lease.chunks
             await self._lookups.release(lease)
-        taken = await self._transfers.write(kv, tokens, cache_salt, deadline=deadline)
+        filling = self.transfers.given(kv, own_salt=own_salt)
+        taken = await self.transfers.write(filling, tokens, cache_salt, deadline=deadline)
         lease = await self._lookups.acquire(tokens, cache_salt, deadline=lookup)
         found = set(range(lease.chunks))
         # The pickle plane does not tell which chunks it took.
@@ -78,7 +84,7 @@ class Stores:
         if same == found:
             await self._lookups.release(lease)
         else:
-            there = await self._transfers.read(lease)
+            there = await self.transfers.read(lease)
             if there is None:
                 # Gone since the lookup: no room, not other bytes.
                 found = same
@@ -93,6 +99,13 @@ class Stores:
             refused=total - len(same),
             conflicting=len(found) - len(same),
         )
+
+    async def fill(self, filling: Filling, tokens: list[int], cache_salt: str, *, deadline: float) -> bool:
+        """Store what ``filling`` makes, under a salt of its own, and return whether all is in."""
+        await self.transfers.write(filling, tokens, cache_salt, deadline=deadline)
+        lease = await self._lookups.acquire(tokens, cache_salt, deadline=self._peer.timeouts.lookup)
+        await self._lookups.release(lease)
+        return lease.chunks * self._peer.chunk_size == len(tokens)
 
 
 def equal_chunks(kv: torch.Tensor, there: torch.Tensor, chunk_size: int) -> set[int]:

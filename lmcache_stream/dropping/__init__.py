@@ -4,6 +4,7 @@ from .hf_queries import HFQueries
 from .keep import Keep, keep
 from .keydiff import KeyDiff
 from .knorm import KNorm
+from .layers import Layers
 from .policy import DropPolicy
 from .prefix import CachedPrefix
 from .random_drop import RandomDrop
@@ -25,6 +26,7 @@ __all__ = [
     "KNorm",
     "Keep",
     "KeyDiff",
+    "Layers",
     "Policy",
     "RandomDrop",
     "Scored",

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from ..errors import InvalidRequestError
+from .layers import Layers
 
 __all__ = ["CachedPrefix"]
 
@@ -18,16 +19,20 @@ class CachedPrefix:
     """The KV of ``T`` tokens by heads, and queries where somebody has them.
 
     Attributes:
-        keys: ``[L, T, H, d]``, rotated at the positions ``0 .. T - 1``; L layers, H KV heads.
-        values: ``[L, T, H, d]``.
+        keys: L layers of ``[T, H, d]``, rotated at the positions ``0 .. T - 1``; H KV heads of d elements.
+        values: L layers of ``[T, H, d]``.
         tokens: the T token ids.
+        num_kv_heads: H.
+        head_size: d.
         queries: ``[L, W, Hq, d]``, rotated, of the last W of the T tokens, or None. Hq is a multiple of H:
             query heads ``g * Hq / H`` to ``(g + 1) * Hq / H - 1`` attend to KV head ``g``.
     """
 
-    keys: Tensor
-    values: Tensor
+    keys: Layers
+    values: Layers
     tokens: Sequence[int]
+    num_kv_heads: int
+    head_size: int
     queries: Tensor | None = None
     num_tokens: int = field(init=False)
 
@@ -54,8 +59,33 @@ class CachedPrefix:
                 f"{num_kv_heads} KV heads"
             )
         keys, values = kv.view(*kv.shape[:-1], num_kv_heads, -1)
-        by_head = None if queries is None else _by_head(queries, keys)
-        return cls(keys=keys, values=values, tokens=tokens, queries=by_head)
+        return cls.by_layer(
+            Layers.of(keys),
+            Layers.of(values),
+            tokens,
+            num_kv_heads=num_kv_heads,
+            head_size=keys.shape[-1],
+            queries=queries,
+        )
+
+    @classmethod
+    def by_layer(
+        cls,
+        keys: Layers,
+        values: Layers,
+        tokens: Sequence[int],
+        *,
+        num_kv_heads: int,
+        head_size: int,
+        queries: Tensor | None = None,
+    ) -> CachedPrefix:
+        """Take layers that are read as they are needed; ``queries`` as in ``of``.
+
+        Raises:
+            InvalidRequestError: the queries do not fit, or one is not finite.
+        """
+        made = cls(keys=keys, values=values, tokens=tokens, num_kv_heads=num_kv_heads, head_size=head_size)
+        return made if queries is None else replace(made, queries=_by_head(queries, made))
 
     def select(self, kept: Tensor) -> CachedPrefix:
         """Return the prefix of these tokens (int64 ``[n]``, increasing); the rows of queries that are left
@@ -69,13 +99,13 @@ class CachedPrefix:
             whole = len(rows) == queries.shape[1]
             queries = queries if whole else None
         tokens = [self.tokens[index] for index in kept.tolist()]
-        return CachedPrefix(
-            keys=self.keys[:, kept], values=self.values[:, kept], tokens=tokens, queries=queries
-        )
+        keys, values = self.keys.select(kept), self.values.select(kept)
+        return replace(self, keys=keys, values=values, tokens=tokens, queries=queries)
 
 
-def _by_head(queries: Tensor, keys: Tensor) -> Tensor:
-    layers, num_tokens, num_kv_heads, head_size = keys.shape
+def _by_head(queries: Tensor, prefix: CachedPrefix) -> Tensor:
+    layers, num_tokens = len(prefix.keys), prefix.num_tokens
+    num_kv_heads, head_size = prefix.num_kv_heads, prefix.head_size
     given = list(queries.shape)
     flat = queries[0] if queries.dim() == 4 and queries.shape[0] == 1 else queries
     fits = flat.dim() == 3 and flat.shape[0] == layers and 1 <= flat.shape[1] <= num_tokens

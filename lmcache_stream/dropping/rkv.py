@@ -67,7 +67,7 @@ class RKV(DropPolicy):
     def _importance(self, prefix: CachedPrefix, layer: int) -> Tensor:
         """Return ``[H, T]``: the window's mean weights over each KV head's queries, the highest nearby."""
         weights = window_attention(prefix, layer, self.window).mean(dim=1)
-        by_head = weights.view(prefix.keys.shape[2], -1, prefix.num_tokens).mean(dim=1)
+        by_head = weights.view(prefix.num_kv_heads, -1, prefix.num_tokens).mean(dim=1)
         return functional.max_pool1d(by_head, self.kernel_size, stride=1, padding=self.kernel_size // 2)
 
     def _redundancy(self, keys: Tensor) -> Tensor:

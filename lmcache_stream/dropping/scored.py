@@ -36,7 +36,7 @@ class Scored(DropPolicy):
 
     def score(self, prefix: CachedPrefix) -> Tensor:
         """Return what the function does."""
-        scores = self.function(prefix.keys, prefix.queries, prefix.tokens)
+        scores = self.function(prefix.keys.stack(), prefix.queries, prefix.tokens)
         if not isinstance(scores, Tensor):
             raise InvalidRequestError(f"Scored: the function returned a {type(scores).__name__}, no tensor")
         if scores.dtype == torch.bool or scores.is_complex():

@@ -3,6 +3,6 @@
 from .config import RopeConfig
 from .families import Pairing
 from .reader import head_size_of, text_config_of
-from .rotation import rotate_keys
+from .rotation import KeyMove, rotate_keys
 
-__all__ = ["Pairing", "RopeConfig", "head_size_of", "rotate_keys", "text_config_of"]
+__all__ = ["KeyMove", "Pairing", "RopeConfig", "head_size_of", "rotate_keys", "text_config_of"]

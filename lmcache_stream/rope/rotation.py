@@ -10,7 +10,7 @@ from torch import Tensor
 from ..errors import GeometryError, InvalidRequestError
 from .config import RopeConfig
 
-__all__ = ["rotate_keys"]
+__all__ = ["KeyMove", "rotate_keys"]
 
 # Elements worked on at a time. Two float32 buffers of the larger size stay in a core's L2 cache, but
 # from 32,768 elements on torch splits an operation among its threads. Waiting for those at each of
@@ -66,23 +66,71 @@ def rotate_keys(
         out = torch.empty(shape, dtype=keys.dtype, device=keys.device)
     elif out.shape != shape or out.dtype != keys.dtype:
         raise InvalidRequestError(f"out must be {keys.dtype} of shape {shape}")
+    heads = keys.shape[-1] // rope.head_size
     planes = list(zip(_planes(keys, rope), _planes(out, rope), strict=True))
-    elements = _BLOCK if torch.get_num_threads() == 1 else _UNSPLIT_BLOCK
-    rows = max(1, elements // keys.shape[-1])
-    for first, last in _spans(deltas):
-        span = _Span(rope, deltas[first:last], keys)
-        for begin in range(first, last, rows):
-            end = min(begin + rows, last)
-            block = span.block(begin - first, end - first)
-            chosen = slice(begin, end) if select is None else _narrowed(select[begin:end])
-            for source, target in planes:
-                if isinstance(chosen, slice):
-                    block.rotate(source[chosen], target[begin:end])
-                elif block.is_still:
-                    torch.index_select(source, 0, chosen, out=target[begin:end])
-                else:
-                    block.rotate(source.index_select(0, chosen), target[begin:end])
+    for first in range(0, len(deltas), _SPAN):
+        last = min(first + _SPAN, len(deltas))
+        rows = slice(first, last) if select is None else select[first:last]
+        move = KeyMove(rope, deltas[first:last], rows, num_heads=heads, dtype=keys.dtype, device=keys.device)
+        for source, target in planes:
+            move.apply(source, target[first:last])
     return out
+
+
+class KeyMove:
+    """The rotation of some rows of keys, made once and applied to any number of layers.
+
+    Args:
+        rope: how the model rotates.
+        deltas: int64 ``[n]``, by how many tokens each row moves.
+        rows: which rows of a source these are: int64 ``[n]``, or a slice.
+        num_heads: of the layers' keys.
+        dtype: of the layers' keys.
+        device: of the layers' keys.
+    """
+
+    def __init__(
+        self,
+        rope: RopeConfig,
+        deltas: Tensor,
+        rows: Tensor | slice,
+        *,
+        num_heads: int,
+        dtype: torch.dtype,
+        device: torch.device | None = None,
+    ) -> None:
+        elements = _BLOCK if torch.get_num_threads() == 1 else _UNSPLIT_BLOCK
+        step = max(1, elements // (num_heads * rope.head_size))
+        shape = (min(step, len(deltas)), num_heads, rope.rotary_dim)
+        computed = torch.promote_types(dtype, torch.float32)
+        buffers = torch.empty((2, *shape), dtype=computed, device=device).unbind()
+        self._blocks: list[tuple[slice, Tensor | slice, _Block]] = []
+        for first, last in _spans(deltas):
+            span = _Span(rope, deltas[first:last], buffers)
+            for begin in range(first, last, step):
+                end = min(begin + step, last)
+                block = span.block(begin - first, end - first)
+                self._blocks.append((slice(begin, end), _some(rows, begin, end), block))
+
+    def apply(self, source: Tensor, target: Tensor) -> None:
+        """Fill ``target``, ``[n, num_heads, head_size]``, from the rows of a ``source`` ``[T, ...]``."""
+        for where, chosen, block in self._blocks:
+            if isinstance(chosen, slice):
+                block.rotate(source[chosen], target[where])
+            elif block.is_still:
+                torch.index_select(source, 0, chosen, out=target[where])
+            else:
+                block.rotate(source.index_select(0, chosen), target[where])
+
+
+def _some(rows: Tensor | slice, begin: int, end: int) -> Tensor | slice:
+    """Return a part of ``rows``: as a slice, which needs no copy to read, where they follow each other."""
+    if isinstance(rows, slice):
+        return slice(rows.start + begin, rows.start + end)
+    part = rows[begin:end]
+    if bool((part.diff() == 1).all()):
+        return slice(int(part[0]), int(part[-1]) + 1)
+    return part
 
 
 def _deltas(from_positions: Positions, to_positions: Positions) -> Tensor:
@@ -121,33 +169,26 @@ def _planes(tensor: Tensor, rope: RopeConfig) -> Iterator[Tensor]:
             yield from _planes(part, rope)
 
 
-def _narrowed(rows: Tensor) -> Tensor | slice:
-    """Return rows that follow each other as a slice, which needs no copy to read."""
-    if bool((rows.diff() == 1).all()):
-        return slice(int(rows[0]), int(rows[-1]) + 1)
-    return rows
-
-
 def _spans(deltas: Tensor) -> Iterator[tuple[int, int]]:
-    """Yield ranges of at most ``_SPAN`` rows; those before the first dropped token keep apart."""
+    """Yield the ranges of rows before the first dropped token, which do not move, and behind it."""
     moving = (deltas != 0).nonzero()
     first_moving = int(moving[0]) if len(moving) else len(deltas)
     for start, stop in ((0, first_moving), (first_moving, len(deltas))):
-        for first in range(start, stop, _SPAN):
-            yield first, min(first + _SPAN, stop)
+        if start < stop:
+            yield start, stop
 
 
 class _Span:
     """Cos and sin of many rows."""
 
-    def __init__(self, rope: RopeConfig, deltas: Tensor, keys: Tensor) -> None:
+    def __init__(self, rope: RopeConfig, deltas: Tensor, buffers: tuple[Tensor, ...]) -> None:
         self._rope = rope
         self._deltas = deltas
-        self._width = keys.shape[-1]
-        dtype = torch.promote_types(keys.dtype, torch.float32)
+        self._buffers = buffers
+        dtype, device = buffers[0].dtype, buffers[0].device
         # Behind a dropped range all rows move by the same: one row of cos and sin does for them.
         distinct = deltas[:1] if bool((deltas == deltas[0]).all()) else deltas
-        inv_freq = torch.tensor(rope.inv_freq, dtype=torch.float64, device=keys.device)
+        inv_freq = torch.tensor(rope.inv_freq, dtype=torch.float64, device=device)
         angles = (distinct.to(inv_freq).unsqueeze(1) * inv_freq).unsqueeze(1)
         self._cos, self._sin = angles.cos().to(dtype), angles.sin().to(dtype)
 
@@ -156,34 +197,34 @@ class _Span:
         cos, sin = self._cos, self._sin
         if len(cos) > 1:
             cos, sin = cos[start:stop], sin[start:stop]
-        return _Block(self._rope, self._deltas[start:stop], cos, sin, self._width)
+        return _Block(self._rope, self._deltas[start:stop], cos, sin, self._buffers)
 
 
 class _Block:
-    """The rotation of a few rows, the same in every layer, with its buffers.
+    """The rotation of a few rows, the same in every layer.
 
     Args:
         rope: how the model rotates.
         deltas: ``[n]``, by how many tokens each row moves.
         cos, sin: ``[n or 1, 1, rotary_dim / 2]``, in the type to compute in.
-        width: elements of a row.
+        buffers: two to work in, of n rows or more, shared with other blocks.
     """
 
-    def __init__(self, rope: RopeConfig, deltas: Tensor, cos: Tensor, sin: Tensor, width: int) -> None:
+    def __init__(
+        self, rope: RopeConfig, deltas: Tensor, cos: Tensor, sin: Tensor, buffers: tuple[Tensor, ...]
+    ) -> None:
         self._is_half = rope.pairing == "half"
         self._dim = rope.rotary_dim
         self._is_partial = rope.rotary_dim < rope.head_size
         self._still = (deltas == 0).nonzero().squeeze(1).to(cos.device)
         self.is_still = len(self._still) == len(deltas)
-        shape = (len(deltas), width // rope.head_size, self._dim)
-        self._loaded: Tensor = torch.empty(shape, dtype=cos.dtype, device=cos.device)
+        self._loaded, self._turned = (buffer[: len(deltas)] for buffer in buffers)
         if self._is_half:
             self._cos, self._sin = torch.cat((cos, cos), dim=-1), sin
-            self._turned: Tensor = torch.empty(shape, dtype=cos.dtype, device=cos.device)
             self._halves = (*self._loaded.chunk(2, dim=-1), *self._turned.chunk(2, dim=-1))
         else:
             self._spin = torch.complex(cos, sin)
-            self._pairs = torch.view_as_complex(self._loaded.view(*shape[:2], -1, 2))
+            self._pairs = torch.view_as_complex(self._loaded.view(*self._loaded.shape[:2], -1, 2))
 
     def rotate(self, old: Tensor, new: Tensor) -> None:
         """Fill ``new``, ``[n, heads, head_size]``, from ``old``, which may be the same memory."""

@@ -511,14 +511,14 @@ async def test_a_transfer_does_not_touch_another_servers_pool(
     async with connecting(server) as context:
         go_on = asyncio.Event()
         begun = asyncio.Event()
-        run = context._workers.run
+        run = context._workers.run_each
 
-        async def held(function: Callable[..., Any], *arguments: Any) -> Any:
+        async def held(function: Callable[..., Any], arguments: Any) -> Any:
             begun.set()
             await go_on.wait()
-            return await run(function, *arguments)
+            return await run(function, arguments)
 
-        monkeypatch.setattr(context._workers, "run", held)
+        monkeypatch.setattr(context._workers, "run_each", held)
         store = asyncio.create_task(context.store(kv, TOKENS))
         await begun.wait()
         await server.stop(killed=True)
@@ -528,7 +528,7 @@ async def test_a_transfer_does_not_touch_another_servers_pool(
         go_on.set()
         with pytest.raises(lms.CacheConnectError):
             await store
-        monkeypatch.setattr(context._workers, "run", run)
+        monkeypatch.setattr(context._workers, "run_each", run)
         found = await context.retrieve([2] * 12)
         assert found is not None
         assert torch.equal(found, random_kv(12, seed=2))

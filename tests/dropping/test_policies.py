@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -41,7 +42,7 @@ def make_prefix(length: int = LENGTH, window: int = 16, seed: int = 0) -> Cached
 
 
 def key_rows(prefix: CachedPrefix, layer: int, head: int) -> Rows:
-    rows: Rows = prefix.keys[layer, :, head].tolist()
+    rows: Rows = prefix.keys[layer][:, head].tolist()
     return rows
 
 
@@ -286,7 +287,7 @@ def test_a_budget_under_one_chunk_says_so() -> None:
 @pytest.mark.parametrize("make", [TOVA, SnapKV, RKV])
 def test_without_queries_the_error_names_what_needs_none(make: Callable[..., DropPolicy]) -> None:
     prefix = make_prefix()
-    bare = CachedPrefix(keys=prefix.keys, values=prefix.values, tokens=prefix.tokens)
+    bare = dataclasses.replace(prefix, queries=None)
     with pytest.raises(InvalidRequestError, match="KeyDiff"):
         make(ratio=0.5, window=4).kept_indices(bare, 8)
 

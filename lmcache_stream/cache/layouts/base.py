@@ -22,10 +22,15 @@ class LayoutCodec(ABC):
     Attributes:
         name: the layout's name in a ``KVGeometry``.
         single_plane: whether K and V share one plane; LMCache's registration calls it ``use_mla``.
+        is_strided: whether strides describe where K and V are in a chunk, so that both can be read and
+            written in place.
+        has_planes: whether there are K and V, which edits and the layer-0 check need.
     """
 
     name: ClassVar[str]
     single_plane: ClassVar[bool]
+    is_strided: ClassVar[bool] = True
+    has_planes: ClassVar[bool] = True
 
     def hidden_dim_size(self, geometry: KVGeometry) -> int:
         """Return the elements of a token in one layer of one plane, as registrations name it."""
@@ -66,6 +71,20 @@ class LayoutCodec(ABC):
         """Copy ``kv`` into ``chunk``: ``decode`` reversed, with its arguments and errors."""
         self._refuse_misfit(chunk, kv, geometry)
         self._encode(kv, chunk, geometry)
+
+    def load_layer(self, chunk: Tensor, layer: int, geometry: KVGeometry) -> tuple[Tensor, Tensor]:
+        """Return K and V of one layer, each ``[c, num_kv_heads, head_size]``.
+
+        Views of ``chunk`` where ``is_strided``, else copies, which ``save_layer`` writes back.
+        """
+        raise LayoutError(f"layout {self.name}: there are no K and V of a layer")
+
+    def save_layer(
+        self, keys: Tensor, values: Tensor, chunk: Tensor, layer: int, geometry: KVGeometry
+    ) -> None:
+        """Write one layer's K and V into ``chunk``, as ``load_layer`` reads them."""
+        for source, target in zip((keys, values), self.load_layer(chunk, layer, geometry), strict=True):
+            target.copy_(source)
 
     def kv_shape(self, geometry: KVGeometry, num_tokens: int) -> tuple[int, int, int, int]:
         """Return the library's own shape for that many tokens."""

@@ -26,6 +26,11 @@ class Fused(LayoutCodec):
         for source, target in zip(kv, _planes(chunk, geometry), strict=True):
             target.copy_(split_heads(source, geometry))
 
+    def load_layer(self, chunk: Tensor, layer: int, geometry: KVGeometry) -> tuple[Tensor, Tensor]:
+        """Return views of each head's halves; see the base class."""
+        keys, values = _planes(chunk[layer : layer + 1], geometry)
+        return keys[0], values[0]
+
 
 def _planes(chunk: Tensor, geometry: KVGeometry) -> tuple[Tensor, Tensor]:
     """View ``chunk`` as K and V, each ``[L, c, num_kv_heads, head_size]``."""

@@ -21,6 +21,7 @@ class MLA(LayoutCodec):
 
     name: ClassVar[str] = "mla"
     single_plane: ClassVar[bool] = True
+    has_planes: ClassVar[bool] = False
 
     def hidden_dim_size(self, geometry: KVGeometry) -> int:
         """Return the width of the latent."""

@@ -7,7 +7,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from ..geometry import KVGeometry
-from .base import LayoutCodec
+from .base import LayoutCodec, split_heads
 
 __all__ = ["TwoPlane"]
 
@@ -23,3 +23,7 @@ class TwoPlane(LayoutCodec):
 
     def _encode(self, kv: Tensor, chunk: Tensor, geometry: KVGeometry) -> None:
         chunk.copy_(kv)
+
+    def load_layer(self, chunk: Tensor, layer: int, geometry: KVGeometry) -> tuple[Tensor, Tensor]:
+        """Return views of both planes; see the base class."""
+        return split_heads(chunk[0, layer], geometry), split_heads(chunk[1, layer], geometry)

@@ -12,7 +12,6 @@ from typing import Self
 from torch import Tensor
 
 from ..._background import Background, to_the_end
-from ..._workers import Workers
 from ...cache.discovery import discover
 from ...cache.geometry import KVGeometry
 from ...cache.http import CacheHTTP
@@ -20,6 +19,7 @@ from ...cache.lookups import Lookups
 from ...cache.messages import GET_CHUNK_SIZE
 from ...cache.peer import Peer, Timeouts
 from ...cache.requests import RequestClient
+from ...cache.threads import tensor_workers
 from ...cache.transfers import Transfers
 from ...errors import ClosedError, InvalidRequestError, LMCacheStreamError
 
@@ -41,7 +41,7 @@ class PrefixCache:
 
     def __init__(self, peer: Peer) -> None:
         self._peer = peer
-        self._workers = Workers("lmcache-stream offload")
+        self._workers = tensor_workers("lmcache-stream offload")
         self._lookups = Lookups(peer)
         self._transfers = Transfers(peer, self._lookups, self._workers)
         self._renewal = Background(f"registration of {peer.model_name}")
@@ -125,7 +125,8 @@ class PrefixCache:
         if not self._peer.requests.is_up:
             return
         try:
-            await self._transfers.write(await make(), tokens, cache_salt, deadline=self._peer.timeouts.store)
+            filling = self._transfers.given(await make())
+            await self._transfers.write(filling, tokens, cache_salt, deadline=self._peer.timeouts.store)
         except LMCacheStreamError as error:
             logger.warning("a prompt was not offloaded: %s", error)
         except Exception:

@@ -1,0 +1,87 @@
+"""A cached prefix where it lies: its layers for policies, itself for edits."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from torch import Tensor
+
+from .._workers import Workers
+from ..errors import CacheTimeoutError
+from ..rope import RopeConfig
+from . import layouts
+from .edit import check_kept
+from .fillings import DroppedTokens
+from .holds import HeldChunks
+from .peer import LATE_SECONDS, Peer
+from .stores import Stores
+
+__all__ = ["HeldPrefix"]
+
+
+class HeldPrefix:
+    """The KV of a prefix in the server's own memory, where it has that, locked against eviction.
+
+    Attributes:
+        tokens: its token ids, whole chunks.
+    """
+
+    def __init__(
+        self, held: HeldChunks, tokens: list[int], peer: Peer, stores: Stores, workers: Workers
+    ) -> None:
+        assert held.chunks is not None
+        self.tokens = tokens
+        self._held = held
+        self._chunks = held.chunks
+        self._peer = peer
+        self._stores = stores
+        self._workers = workers
+
+    def keys(self, layer: int) -> Tensor:
+        """Return a copy of one layer's keys, ``[T, num_kv_heads, head_size]``; takes a while."""
+        return self._layer(layer, 0)
+
+    def values(self, layer: int) -> Tensor:
+        """Return a copy of one layer's values, as ``keys``."""
+        return self._layer(layer, 1)
+
+    def _layer(self, layer: int, plane: int) -> Tensor:
+        geometry = self._peer.geometry
+        codec = layouts.get(geometry.layout)
+        return torch.cat([codec.load_layer(chunk, layer, geometry)[plane] for chunk in self._chunks])
+
+    async def kv(self) -> Tensor:
+        """Return all of it, ``[2, L, T, D]``, private and writable."""
+        return await self._stores.transfers.decode(self._chunks)
+
+    async def drop(
+        self, kept: Tensor, rope: RopeConfig, cache_salt: str, *, deadline: float
+    ) -> Tensor | None:
+        """Store what is left when only ``kept`` tokens stay, their keys moved to contiguous positions.
+
+        Chunk by chunk, from the server's slots into its slots where there is shared memory.
+
+        Args:
+            kept: int64 ``[n]``, strictly increasing indices of the tokens to keep, whole chunks.
+            rope: how the model rotates its keys.
+            cache_salt: a salt that nobody else uses; it is spoiled where this fails.
+            deadline: seconds for the transfer.
+
+        Returns:
+            What ``fingerprint`` gives for the result, or None where not all of it is in the cache.
+
+        Raises:
+            InvalidRequestError: the KV holds NaN or infinities.
+            CacheConnectError, CacheTimeoutError: no server, silence, or locks that ran out meanwhile.
+        """
+        check_kept(kept, len(self.tokens))
+        filling = DroppedTokens(self._chunks, kept, rope, self._peer.geometry, self._workers)
+        tokens = [self.tokens[index] for index in kept.tolist()]
+        complete = await self._stores.fill(filling, tokens, cache_salt, deadline=deadline)
+        if time.monotonic() - self._held.granted > LATE_SECONDS:
+            raise CacheTimeoutError(
+                f"the edit took longer than LMCache keeps its read locks ({LATE_SECONDS:g} s), so that the "
+                "prefix may have been evicted meanwhile: nothing of it is used"
+            )
+        return filling.prints() if complete else None
