@@ -8,9 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from lmcache_stream.cache.edit import drop_tokens
-from lmcache_stream.errors import GeometryError, InvalidRequestError
-from lmcache_stream.rope import RopeConfig
+from lmcache_stream.cache import layouts
+from lmcache_stream.cache.edit import drop_into, drop_tokens
+from lmcache_stream.cache.geometry import KVGeometry
+from lmcache_stream.cache.prints import fingerprint
+from lmcache_stream.errors import GeometryError, InvalidRequestError, LayoutError
+from lmcache_stream.rope import Pairing, RopeConfig
 from tests.rope.reference import config_object, random_model
 
 TOKENS = 300
@@ -124,3 +127,98 @@ def test_misfits_are_refused(kv: Tensor, tokens: Any, kept: list[Any], reason: s
 def test_another_head_size_is_refused() -> None:
     with pytest.raises(GeometryError, match="heads of 8"):
         drop_tokens(KV[..., :12], range(10), torch.tensor([0, 5]), ROPE)
+
+
+SIZE = 64
+CHUNKED = {
+    "the middle dropped": [*range(64), *range(192, 256)],
+    "a quarter chunk dropped": [*range(70), *range(86, 208)],
+    "scattered": sorted(torch.randperm(256, generator=torch.Generator().manual_seed(3))[:128].tolist()),
+    "one of two": list(range(1, 256, 2)),
+    "nothing dropped": list(range(256)),
+    "the last chunk": list(range(192, 256)),
+}
+
+
+def chunks_of(kv: Tensor, geometry: KVGeometry) -> list[Tensor]:
+    codec = layouts.get(geometry.layout)
+    chunks = []
+    for start in range(0, kv.shape[2], SIZE):
+        chunk = torch.empty(codec.chunk_shape(geometry, SIZE), dtype=geometry.dtype)
+        codec.encode(kv[:, :, start : start + SIZE], chunk, geometry)
+        chunks.append(chunk)
+    return chunks
+
+
+@pytest.mark.parametrize("threads", ["one", "several"])
+@pytest.mark.parametrize(("pairing", "rotated"), [("half", 32), ("interleaved", 32), ("half", 24)])
+@pytest.mark.parametrize(
+    ("layout", "dtype"),
+    [
+        ("two-plane", torch.bfloat16),
+        ("two-plane", torch.float16),
+        ("fused", torch.bfloat16),
+        ("fused", torch.float32),
+        ("cpu-vec", torch.float32),
+        ("cpu-amx", torch.bfloat16),
+    ],
+)
+@pytest.mark.parametrize("case", CHUNKED)
+def test_chunk_by_chunk_gives_the_same_bits(
+    case: str,
+    layout: str,
+    dtype: torch.dtype,
+    pairing: Pairing,
+    rotated: int,
+    threads: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    geometry = KVGeometry(
+        num_layers=2, num_kv_heads=3, head_size=32, dtype=dtype, layout=layout, block_size=32
+    )
+    rope = RopeConfig(
+        head_size=32, inv_freq=tuple(10.0 ** (-i / 8) for i in range(rotated // 2)), pairing=pairing
+    )
+    torch.manual_seed(1)
+    kv = torch.randn(geometry.kv_shape(256)).to(dtype)
+    sources = chunks_of(kv, geometry)
+    before = [source.clone() for source in sources]
+    kept = torch.tensor(CHUNKED[case])
+    wanted, _ = drop_tokens(kv, range(256), kept, rope)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1 if threads == "one" else 2)
+    codec = layouts.get(layout)
+    for index, chunk in enumerate(chunks_of(wanted, geometry)):
+        target = torch.full_like(chunk, torch.nan)
+        sums = drop_into(sources, kept, index, target, rope=rope, codec=codec, geometry=geometry)
+        assert torch.equal(target, chunk)
+        assert torch.equal(sums, fingerprint(wanted, SIZE, 32)[index])
+    assert all(torch.equal(one, other) for one, other in zip(sources, before, strict=True))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("plane", [0, 1])
+@pytest.mark.parametrize("layout", ["two-plane", "cpu-vec"])
+def test_kv_that_is_not_finite_is_refused_where_it_is_kept(layout: str, plane: int, value: float) -> None:
+    geometry = KVGeometry(
+        num_layers=2, num_kv_heads=2, head_size=8, dtype=torch.float32, layout=layout, block_size=32
+    )
+    kv = torch.randn(geometry.kv_shape(128))
+    kv[plane, 1, 100, 3] = value
+    sources, codec = chunks_of(kv, geometry), layouts.get(layout)
+
+    def drop(kept: range) -> None:
+        target = torch.empty_like(sources[0])
+        drop_into(sources, torch.tensor(kept), 0, target, rope=ROPE, codec=codec, geometry=geometry)
+
+    drop(range(36, 100))
+    with pytest.raises(InvalidRequestError, match="layer 1 holds NaN or infinities"):
+        drop(range(37, 101))
+
+
+def test_a_latent_has_no_keys_to_move() -> None:
+    geometry = KVGeometry(
+        num_layers=2, num_kv_heads=1, head_size=8, dtype=torch.float32, layout="mla", block_size=32
+    )
+    chunks, codec = [torch.zeros(2, SIZE, 8)], layouts.get("mla")
+    with pytest.raises(LayoutError, match="no K and V"):
+        drop_into(chunks, torch.arange(SIZE), 0, chunks[0].clone(), rope=ROPE, codec=codec, geometry=geometry)
