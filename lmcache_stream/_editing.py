@@ -15,6 +15,7 @@ from .cache.context import AsyncLMCacheContext
 from .cache.edit import drop_tokens
 from .cache.held import HeldPrefix
 from .cache.lookups import PrefixLease
+from .cache.server_queries import check_queries
 from .dropping import CachedPrefix, Keep, Layers, Policy
 from .errors import InvalidRequestError, StoreIncompleteError
 
@@ -90,6 +91,8 @@ async def apply_edit(
     async with context.hold(lease) as held:
         if held is None:
             return None
+        if queries is None and isinstance(fn, Policy) and fn.needs_queries and context.queries is not None:
+            queries = await context.queries.last(held.tokens, lease.cache_salt, fn.query_window, context.rope)
         if isinstance(fn, Keep | Policy) and own_salt is not None and not callable(queries):
             return await _drop_where_it_lies(context, fn, held, queries, own_salt, timeout)
         kv = await held.kv()
@@ -167,6 +170,10 @@ async def _choose(
             head_size=geometry.head_size,
             queries=queries,
         )
+        if prefix.queries is not None:
+            first = len(tokens) - prefix.queries.shape[1]
+            rows = prefix.queries[0].flatten(1)
+            check_queries(rows, tokens[first:], range(first, len(tokens)), context.rope)
         with torch.no_grad():
             return policy.kept_indices(prefix, context.chunk_size)
 

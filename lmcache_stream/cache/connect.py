@@ -17,13 +17,14 @@ from ..errors import (
 from ..rope import RopeConfig
 from . import layouts
 from .context import AsyncLMCacheContext
-from .discovery import AUTO, discover
+from .discovery import AUTO, Discovery, discover
 from .geometry import KVGeometry
 from .http import CacheHTTP
 from .messages import GET_CHUNK_SIZE
-from .model_config import load_model_config
+from .model_config import ModelConfig, load_model_config
 from .peer import Peer, Timeouts
 from .requests import RequestClient
+from .server_queries import QUERY_MARK, ServerQueries, discover_queries
 
 __all__ = ["connect"]
 
@@ -38,6 +39,8 @@ class connect:  # noqa: N801 - read as a function: `await connect(...)`, `async 
         geometry: the KV's shape, for models whose engine and configuration do not tell it.
         model_config: a Hugging Face configuration (object, dict, folder or config.json). Without it,
             ``config.json`` in a folder ``model_name``, else the local Hub cache.
+        queries: also open the cache in which an engine that is patched for it keeps its queries, for
+            policies that need some. No stock vLLM does that.
         max_model_len: the engine's limit of a sequence, which longrope models need.
         rope: the model's rotary embedding, for models whose configuration this library does not
             read; by default it is read from the configuration.
@@ -63,6 +66,7 @@ class connect:  # noqa: N801 - read as a function: `await connect(...)`, `async 
         geometry: KVGeometry | None = None,
         model_config: Any = None,
         max_model_len: int | None = None,
+        queries: bool = False,
         rope: RopeConfig | None = None,
         layout: str | None = None,
         check_layout: bool = True,
@@ -76,6 +80,7 @@ class connect:  # noqa: N801 - read as a function: `await connect(...)`, `async 
         self._geometry = geometry
         self._model_config = model_config
         self._max_model_len = max_model_len
+        self._queries = queries
         self._rope = rope
         if layout is not None and layout != AUTO:
             layouts.get(layout)
@@ -103,20 +108,35 @@ class connect:  # noqa: N801 - read as a function: `await connect(...)`, `async 
             await self._context.aclose()
 
     async def _open(self) -> AsyncLMCacheContext:
-        timeouts = self._timeouts
         config = load_model_config(self._model_config, self._model_name)
+        context = await self._open_one(config, self._model_name, None)
+        if self._queries:
+            try:
+                found = discover_queries(self._model_name, context.geometry, config)
+                opened = await self._open_one(config, self._model_name + QUERY_MARK, found)
+                context.queries = ServerQueries(opened)
+            except BaseException:
+                await to_the_end(context.aclose())
+                raise
+        return context
+
+    async def _open_one(
+        self, config: ModelConfig | None, model_name: str, found: Discovery | None
+    ) -> AsyncLMCacheContext:
+        timeouts = self._timeouts
         requests = RequestClient(self._url, connect_timeout=timeouts.connect)
         http = CacheHTTP(self._http_url, deadline=timeouts.connect)
         peer: Peer | None = None
         try:
             await requests.start()
-            found = discover(await http.status(), self._model_name, config, self._geometry, self._layout)
+            if found is None:
+                found = discover(await http.status(), model_name, config, self._geometry, self._layout)
             chunk_size = await requests.call(GET_CHUNK_SIZE, deadline=timeouts.connect)
             layouts.get(found.geometry.layout).check(found.geometry, chunk_size)
             peer = Peer(
                 requests,
                 http,
-                model_name=self._model_name,
+                model_name=model_name,
                 chunk_size=chunk_size,
                 timeouts=timeouts,
                 alone=found.alone,

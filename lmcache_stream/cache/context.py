@@ -2,44 +2,36 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
-import warnings
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from types import TracebackType
-from typing import Self
 
 import torch
 
-from .._background import to_the_end
 from .._checks import checked_salt, checked_token_ids
 from .._workers import Workers
-from ..errors import ClosedError, GeometryError, InvalidRequestError
+from ..errors import GeometryError, InvalidRequestError
 from ..rope import RopeConfig
 from .discovery import Discovery
 from .geometry import KVGeometry
 from .held import HeldPrefix
 from .knowledge import Knowledge
 from .kv_check import check_kv
-from .lookups import Lookups, PrefixLease
+from .lifecycle import Lifecycle
+from .lookups import PrefixLease
 from .messages import ChunkMismatchError
 from .model_config import ModelConfig
 from .peer import Peer
 from .prints import fingerprint, is_finite_kv
 from .stores import StoreResult, Stores
-from .threads import tensor_workers
 from .transfers import Transfers
 
 __all__ = ["AsyncLMCacheContext"]
 
 logger = logging.getLogger(__name__)
 
-# Seconds that closing waits for transfers which were left by their callers.
-_CLOSE_GRACE = 5.0
 
-
-class AsyncLMCacheContext:
+class AsyncLMCacheContext(Lifecycle):
     """KV of one model on one LMCache server; made by ``connect``.
 
     Every method may be called by many tasks at once. Salts and token ids are checked before anything
@@ -56,11 +48,7 @@ class AsyncLMCacheContext:
         rope: RopeConfig | None,
         check_layout: bool = True,
     ) -> None:
-        self._peer = peer
-        self._lookups = Lookups(peer)
-        self._workers = tensor_workers("lmcache-stream")
-        # Apart, so that edits, however long they take, never hold up the filling of a slot.
-        self._edit_workers = Workers("lmcache-stream edit")
+        super().__init__(peer)
         self._transfers = Transfers(peer, self._lookups, self._workers)
         self._stores = Stores(peer, self._lookups, self._transfers, self._workers)
         self._knowledge = Knowledge(
@@ -72,9 +60,6 @@ class AsyncLMCacheContext:
             rope=rope,
             check_layout=check_layout,
         )
-        self._is_closed = False
-        self._closed = asyncio.Event()
-        self._loop = asyncio.get_running_loop()
 
     @property
     def chunk_size(self) -> int:
@@ -244,60 +229,6 @@ class AsyncLMCacheContext:
     async def fingerprint(self, kv: torch.Tensor) -> torch.Tensor:
         """Return sums over the bits of each chunk of ``kv`` (``[2, L, T, D]``): int64 ``[T / c, 2]``."""
         return await self._edit_workers.run(fingerprint, kv, self.chunk_size, self.geometry.head_size)
-
-    def _check_open(self) -> None:
-        if self._is_closed:
-            raise ClosedError(f"the LMCache context of {self.model_name!r} is closed")
-        self._check_loop()
-
-    def _check_loop(self) -> None:
-        if asyncio.get_running_loop() is not self._loop:
-            raise ClosedError(
-                f"the LMCache context of {self.model_name!r} belongs to the event loop that it was opened on"
-            )
-
-    async def aclose(self) -> None:
-        """Unregister and close every socket; the server's pool stays. Idempotent."""
-        self._check_loop()
-        if self._is_closed:
-            await self._closed.wait()
-            return
-        self._is_closed = True
-        try:
-            await to_the_end(self._close())
-        finally:
-            self._closed.set()
-
-    async def _close(self) -> None:
-        try:
-            self._lookups.release_all()
-            left = await self._peer.aclose(grace=_CLOSE_GRACE)
-        finally:
-            self._workers.close()
-            self._edit_workers.close()
-        if left:
-            logger.warning(
-                "%d operations on LMCache at %s got no answer before closing; their locks end with "
-                "their time to live",
-                left,
-                self._peer.requests.url,
-            )
-
-    async def __aenter__(self) -> Self:
-        self._check_open()
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        await self.aclose()
-
-    def __del__(self) -> None:
-        if not getattr(self, "_is_closed", True):
-            warnings.warn(f"{self!r} was not closed", ResourceWarning, source=self, stacklevel=2)
 
     def __repr__(self) -> str:
         state = "closed" if self._is_closed else self._peer.requests.url

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -14,6 +16,7 @@ from . import layouts
 from .edit import check_kept
 from .fillings import DroppedTokens
 from .holds import HeldChunks
+from .layout_check import layer0_rows
 from .peer import LATE_SECONDS, Peer
 from .stores import Stores
 
@@ -50,6 +53,15 @@ class HeldPrefix:
         geometry = self._peer.geometry
         codec = layouts.get(geometry.layout)
         return torch.cat([codec.load_layer(chunk, layer, geometry)[plane] for chunk in self._chunks])
+
+    def layer0(self, rows: Sequence[int]) -> Tensor:
+        """Return some tokens' keys of layer 0, ``[n, D]``, or what else it has in their place."""
+        return layer0_rows(self._chunks, rows, self._peer.geometry)
+
+    async def last(self, count: int) -> Tensor:
+        """Return the last ``count`` tokens of it, ``[planes, L, count, D]``, private and writable."""
+        chunks = self._chunks[-math.ceil(count / self._peer.chunk_size) :]
+        return (await self._stores.transfers.decode(chunks))[:, :, -count:]
 
     async def kv(self) -> Tensor:
         """Return all of it, ``[2, L, T, D]``, private and writable."""

@@ -14,7 +14,7 @@ from . import layouts
 from .geometry import KVGeometry
 from .selfcheck import MAX_SPREAD, check_layer0, measure_spread, repeated_rows
 
-__all__ = ["find_layout", "verify_layout"]
+__all__ = ["find_layout", "layer0_rows", "verify_layout"]
 
 
 def verify_layout(
@@ -31,11 +31,11 @@ def verify_layout(
     rows = repeated_rows(tokens)
     names = [name for name in candidates(geometry, tokens, chunks) if name != geometry.layout]
     return check_layer0(
-        _keys(chunks, rows, geometry),
+        layer0_rows(chunks, rows, geometry),
         [tokens[row] for row in rows],
         rope,
         layout=geometry.layout,
-        others=((name, _keys(chunks, rows, replace(geometry, layout=name))) for name in names),
+        others=((name, layer0_rows(chunks, rows, replace(geometry, layout=name))) for name in names),
         positions=rows,
     )
 
@@ -52,7 +52,7 @@ def find_layout(
     ids = [tokens[row] for row in rows]
     measured: dict[str, float] = {}
     for name in candidates(geometry, tokens, chunks):
-        keys = _keys(chunks, rows, replace(geometry, layout=name))
+        keys = layer0_rows(chunks, rows, replace(geometry, layout=name))
         spread = measure_spread(keys, ids, rope, positions=rows)
         if spread is None:
             raise LayoutError(
@@ -82,8 +82,8 @@ def candidates(geometry: KVGeometry, tokens: Sequence[int], chunks: Sequence[Ten
             yield name
 
 
-def _keys(chunks: Sequence[Tensor], rows: Sequence[int], geometry: KVGeometry) -> Tensor:
-    """Return ``[n, D]``: layer 0's keys of some tokens; only the chunks that hold them are read."""
+def layer0_rows(chunks: Sequence[Tensor], rows: Sequence[int], geometry: KVGeometry) -> Tensor:
+    """Return ``[n, D]``: some tokens' keys of layer 0, or queries. Only chunks that hold them are read."""
     codec = layouts.get(geometry.layout)
     size = chunks[0].shape[-2]
     where = torch.tensor(rows, dtype=torch.int64)

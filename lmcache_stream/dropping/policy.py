@@ -53,6 +53,11 @@ class DropPolicy(ABC):
             if isinstance(value, bool) or not isinstance(value, int) or value < lowest:
                 raise InvalidRequestError(f"{name}: {field}={value!r} must be an int of at least {lowest}")
 
+    @property
+    def query_window(self) -> int:
+        """How many of the last queries it looks at, where it needs queries."""
+        return max(1, self.window)
+
     @abstractmethod
     def score(self, prefix: CachedPrefix) -> Tensor:
         """Return a score a token, ``[T]``, any floating dtype: the higher, the sooner it is kept."""
@@ -105,6 +110,7 @@ class DropPolicy(ABC):
     def _check_queries(self, prefix: CachedPrefix) -> None:
         if self.needs_queries and prefix.queries is None:
             raise InvalidRequestError(
-                f"{type(self).__name__} needs queries: pass queries=HFQueries(model), or your own, "
-                "to modify_kv(); KeyDiff, KNorm, StreamingLLM and RandomDrop need none"
+                f"{type(self).__name__} needs queries: pass queries=HFQueries(model) to modify_kv(), or a "
+                "tensor or function of your own, or queries=True to connect() where the engine offloads "
+                "them; KeyDiff, KNorm, StreamingLLM and RandomDrop need none"
             )

@@ -39,6 +39,11 @@ class AlwaysKeep:
         """As the policy's."""
         return self.policy.needs_queries
 
+    @property
+    def query_window(self) -> int:
+        """As the policy's."""
+        return self.policy.query_window
+
     def kept_indices(self, prefix: CachedPrefix, chunk_size: int) -> Tensor:
         """Return the indices to keep; see ``DropPolicy.kept_indices``."""
         always = torch.zeros(prefix.num_tokens, dtype=torch.bool)
@@ -66,6 +71,11 @@ class WholeChunks:
         """As the policy's."""
         return self.policy.needs_queries
 
+    @property
+    def query_window(self) -> int:
+        """As the policy's."""
+        return self.policy.query_window
+
     def kept_indices(self, prefix: CachedPrefix, chunk_size: int) -> Tensor:
         """Return the indices to keep; see ``DropPolicy.kept_indices``."""
         if chunk_size % self.size:
@@ -89,6 +99,11 @@ class Chain:
     def needs_queries(self) -> bool:
         """Whether one of the policies does."""
         return any(policy.needs_queries for policy in self.policies)
+
+    @property
+    def query_window(self) -> int:
+        """The longest of the policies'."""
+        return max(policy.query_window for policy in self.policies)
 
     def kept_indices(self, prefix: CachedPrefix, chunk_size: int) -> Tensor:
         """Return the indices to keep; see ``DropPolicy.kept_indices``."""

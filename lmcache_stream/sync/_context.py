@@ -84,7 +84,10 @@ def connect(
     geometry: KVGeometry | None = None,
     model_config: Any = None,
     max_model_len: int | None = None,
+    queries: bool = False,
     rope: RopeConfig | None = None,
+    layout: str | None = None,
+    check_layout: bool = True,
     timeouts: Timeouts = Timeouts(),  # noqa: B008 - frozen
 ) -> LMCacheContext:
     """Connect to a running LMCache server; see ``lmcache_stream.connect``."""
@@ -95,7 +98,10 @@ def connect(
         geometry=geometry,
         model_config=model_config,
         max_model_len=max_model_len,
+        queries=queries,
         rope=rope,
+        layout=layout,
+        check_layout=check_layout,
         timeouts=timeouts,
     )
 

@@ -7,6 +7,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from ..geometry import KVGeometry
+from .base import split_heads
 from .mla import MLA
 
 __all__ = ["Queries"]
@@ -16,6 +17,11 @@ class Queries(MLA):
     """``[L, c, D]`` with ``D`` the query heads times the head size: one plane, as it is, both ways."""
 
     name: ClassVar[str] = "queries"
+
+    def load_layer(self, chunk: Tensor, layer: int, geometry: KVGeometry) -> tuple[Tensor, Tensor]:
+        """Return a view of the queries, in both places: there is no second plane."""
+        rows = split_heads(chunk[layer], geometry)
+        return rows, rows
 
     def _encode(self, kv: Tensor, chunk: Tensor, geometry: KVGeometry) -> None:
         chunk.copy_(kv[0])

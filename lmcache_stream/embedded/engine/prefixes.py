@@ -19,6 +19,7 @@ from ...cache.lookups import Lookups
 from ...cache.messages import GET_CHUNK_SIZE
 from ...cache.peer import Peer, Timeouts
 from ...cache.requests import RequestClient
+from ...cache.server_queries import QUERY_MARK
 from ...cache.threads import tensor_workers
 from ...cache.transfers import Transfers
 from ...errors import ClosedError, InvalidRequestError, LMCacheStreamError
@@ -30,7 +31,6 @@ logger = logging.getLogger(__name__)
 _CLOSE_GRACE = 2.0
 # Well within the hour after which the server forgets a silent client, and soon after its own restart.
 _RENEWAL_SECONDS = 60.0
-_QUERY_MARK = "##query"
 
 
 class PrefixCache:
@@ -153,4 +153,4 @@ async def query_cache(
 ) -> PrefixCache:
     """Open the cache of a model's queries, which LMCache keeps as one plane under a name of its own."""
     queries = replace(geometry, num_kv_heads=num_query_heads, layout="queries")
-    return await PrefixCache.open(url, http_url, model_name + _QUERY_MARK, queries)
+    return await PrefixCache.open(url, http_url, model_name + QUERY_MARK, queries)
