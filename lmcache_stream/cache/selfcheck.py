@@ -19,14 +19,17 @@ from ..rope import RopeConfig, rotate_keys
 
 __all__ = ["MAX_SPREAD", "check_layer0", "measure_spread", "repeated_rows"]
 
-# Right keys differ by rounding alone: 0.0018 to 0.0024 on SmolLM2-135M in bfloat16, from 128 to 8,000
-# tokens, and three roundings of 2^-9 bound it on any model. Wrong layouts, thetas, pairings and head
-# sizes are above 0.39 there. Only frequencies that are wrong by less than the prompt can show lie
-# between (Llama 3's scaling left out: 0.009 at 128 tokens, 0.025 at 512, 0.4 at 8,000); because the
+# Right keys differ by rounding alone: 0.0019 to 0.0023 on SmolLM2-135M in bfloat16, from 128 to 8,000
+# tokens, and three roundings of 2^-9 bound it on any model. Wrong layouts, pairings and head sizes are
+# above 0.46 there, thetas wrong by a factor of two above 0.23. Only frequencies that are wrong by less than the prompt can show lie
+# between (Llama 3's scaling left out: 0.009 at 128 tokens, 0.035 at 512, 0.34 at 8,000); because the
 # farthest repeats are compared, an edit of that prompt moves its keys wrongly by no more than this.
 MAX_SPREAD = 0.01
 _MAX_ROWS = 1024
 _MIN_ROWS = 16
+# A pair with less than this share of the average pair's energy is one that the model does not use: its
+# rounding, which in float16 is absolute that far down, must not count like that of the others.
+_LEAST_SHARE = 1e-6
 
 
 def measure_spread(
@@ -38,9 +41,12 @@ def measure_spread(
 ) -> float | None:
     """Return how far un-rotated keys of equal tokens are from each other.
 
-    ``sqrt(sum |k - mean|^2 / sum |k|^2)`` over tokens that occur at least twice, ``mean`` that of
-    the token: 0 where they are equal, near 1 where they have nothing in common. At most 1,024 keys
-    are read: of each token those farthest apart, because they show a wrong frequency best.
+    The root of the mean, over the element pairs of all heads, of ``sum |k - mean|^2 / sum |k|^2``,
+    the sums over tokens that occur at least twice, ``mean`` that of the token: 0 where they are
+    equal, near 1 where they have nothing in common. Each pair counts alike, whatever its size:
+    Qwen2.5 adds a bias to layer 0's keys that outweighs the rest by far (a norm of 605 in its 7B
+    model), and in a pair that hardly turns it would hide that all others are wrong. At most 1,024
+    keys are read: of each token those farthest apart, because they show a wrong frequency best.
 
     Args:
         keys: ``[T, D]``, the decoded keys of layer 0.
@@ -64,13 +70,15 @@ def measure_spread(
         return None
     where = torch.as_tensor(range(len(ids)) if positions is None else positions)[rows]
     still = rotate_keys(keys[rows].float(), where, torch.zeros_like(where), rope).double()
-    total = still.square().sum().item()
-    if not math.isfinite(total) or total == 0:
+    energy = _pair_energy(still, rope)
+    average = energy.mean().item()
+    if not math.isfinite(average) or average == 0:
         return math.inf
     count = torch.bincount(groups).unsqueeze(1)
     mean = torch.zeros(len(count), still.shape[1], dtype=still.dtype, device=still.device)
     mean.index_add_(0, groups, still).div_(count)
-    return math.sqrt((still - mean[groups]).square().sum().item() / total)
+    apart = _pair_energy(still - mean[groups], rope) / energy.clamp(min=_LEAST_SHARE * average)
+    return math.sqrt(apart.mean().item())
 
 
 def repeated_rows(tokens: Sequence[int]) -> list[int]:
@@ -120,6 +128,17 @@ def check_layer0(
         f"layer-0 check: decoded as {layout}, keys of equal tokens differ by {spread:.4f} "
         f"(at most {MAX_SPREAD} when layout and RoPE are right); {hint}"
     )
+
+
+def _pair_energy(keys: Tensor, rope: RopeConfig) -> Tensor:
+    """Return ``[heads, n]``: the sum of squares over the rows of each pair.
+
+    An element that is not rotated stands alone.
+    """
+    elements = keys.square().sum(0).view(-1, rope.head_size)
+    rotated, rest = elements.tensor_split([rope.rotary_dim], dim=1)
+    first, second = rotated.chunk(2, dim=1) if rope.pairing == "half" else (rotated[:, ::2], rotated[:, 1::2])
+    return torch.cat((first + second, rest), dim=1)
 
 
 def _repeats(tokens: Sequence[int]) -> tuple[Tensor, Tensor]:

@@ -67,10 +67,13 @@ FAMILIES: Mapping[str, Family] = {
 _LEARNED = "its positions are learned embeddings, which no rotation of the keys can change"
 _ALIBI = "its positions are ALiBi biases, not rotations of the keys"
 _NOPE = "some of its layers have no position embedding, so one rotation does not fit all layers"
+_TWO_THETAS = "its layers of sliding attention rotate by a theta of their own"
 _REFUSED: Mapping[str, str] = {
     "bloom": _ALIBI,
     "cohere2": _NOPE,
     "exaone4": _NOPE,
+    "gemma3_text": _TWO_THETAS,
+    "gemma3n_text": _TWO_THETAS,
     "gpt2": _LEARNED,
     "gpt_bigcode": _LEARNED,
     "gpt_neo": _LEARNED,

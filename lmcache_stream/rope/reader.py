@@ -33,6 +33,7 @@ _KNOWN_PARAMETERS = frozenset(
         *("short_mscale", "long_mscale", "llama_4_scaling_beta"),
     )
 )
+_OF_THEIR_OWN = "RoPE: layer types with RoPE parameters of their own: refused for now"
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +81,7 @@ def read_rope(config: Mapping[str, Any], *, max_model_len: int | None, pairing: 
     if max_model_len is not None:
         _positive_int(max_model_len, "max_model_len")
     _refuse_other_layers(config, max_model_len)
+    parameters = _of_full_attention(config, parameters)
     _refuse_other_positions(config, parameters)
     family = family_of(model_type, pairing)
 
@@ -135,13 +137,28 @@ def _refuse_other_layers(config: Mapping[str, Any], max_model_len: int | None) -
         )
 
 
+def _of_full_attention(config: Mapping[str, Any], parameters: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the parameters of full attention where each layer type has its own (transformers 5).
+
+    Only where it is sure that no layer has others: the config lists its layers, which are of full
+    attention by now, or names parameters for full attention alone.
+    """
+    nested = {name: value for name, value in parameters.items() if isinstance(value, Mapping)}
+    if not nested:
+        return parameters
+    beside = [name for name, value in parameters.items() if name not in nested and value is not None]
+    own = nested.get("full_attention")
+    if beside or own is None or set(config.get("layer_types") or parameters) != {"full_attention"}:
+        raise GeometryError(_OF_THEIR_OWN)
+    return own
+
+
 def _refuse_other_positions(config: Mapping[str, Any], parameters: Mapping[str, Any]) -> None:
     """Raise unless all layers rotate alike, by the index of the token in the sequence."""
     if config.get("alibi"):
         raise GeometryError("RoPE: positions are ALiBi biases, not rotations of the keys: refused")
-    nested = [name for name, value in parameters.items() if isinstance(value, Mapping)]
-    if nested or config.get("rope_local_base_freq") is not None:
-        raise GeometryError("RoPE: layer types with RoPE parameters of their own: refused for now")
+    if config.get("rope_local_base_freq") is not None:
+        raise GeometryError(_OF_THEIR_OWN)
     if "mrope_section" in parameters or _rope_type_name(parameters) == "mrope":
         raise GeometryError("RoPE: with M-RoPE a token's position is not its index in the sequence: refused")
     unknown = sorted(set(parameters) - _KNOWN_PARAMETERS)

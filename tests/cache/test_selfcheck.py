@@ -13,7 +13,7 @@ from lmcache_stream.cache import layouts, selfcheck
 from lmcache_stream.cache.geometry import KVGeometry
 from lmcache_stream.cache.selfcheck import MAX_SPREAD, check_layer0, measure_spread
 from lmcache_stream.errors import InvalidRequestError, LayoutError
-from lmcache_stream.rope import Pairing, RopeConfig
+from lmcache_stream.rope import Pairing, RopeConfig, rotate_keys
 from tests.rope.reference import config_object, random_model
 
 HEADS, HEAD_SIZE, COUNT = 2, 64, 640
@@ -199,6 +199,22 @@ def test_the_measure_itself() -> None:
     # A token that occurs once has no say.
     more = torch.cat((keys, torch.tensor([[100.0, 0.0]])))
     assert measure_spread(more, [*range(8), *range(8), 99], rope) == pytest.approx(0.5**0.5)
+
+
+@pytest.mark.parametrize("size", [0.0, 1e-7, 1e-6, 1e-5])
+def test_a_pair_that_the_model_does_not_use_has_no_say(size: float) -> None:
+    """In float16 numbers this small have few bits, or none, so that right keys differ there."""
+    rope = RopeConfig(head_size=8, inv_freq=(1.0, 0.3, 0.1, 0.03), pairing="half")
+    of_token = torch.randn(20, 8, generator=torch.Generator().manual_seed(0))
+    of_token[:, [2, 6]] *= size
+    tokens = list(range(20)) * 4
+    keys = rotate_keys(of_token[tokens], [0] * 80, range(80), rope).half()
+    spread = measure_spread(keys, tokens, rope)
+    assert spread is not None
+    assert 0 < spread < MAX_SPREAD / 10
+    wrong = measure_spread(keys, tokens, dataclasses.replace(rope, pairing="interleaved"))
+    assert wrong is not None
+    assert wrong > 10 * MAX_SPREAD
 
 
 def test_positions_may_be_others(layer0: dict[str, Tensor]) -> None:

@@ -1,4 +1,7 @@
-"""``config.json`` of real models, as ``transformers`` 4 wrote them: what bears on KV and RoPE."""
+"""``config.json`` of real models, as ``transformers`` 4 wrote them: what bears on KV and RoPE.
+
+``CONFIGS`` can be edited, ``MULTIMODAL`` too, by their text part.
+"""
 
 from __future__ import annotations
 
@@ -187,5 +190,35 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "rotary_pct": 0.25,
         "torch_dtype": "float16",
         "vocab_size": 50304,
+    },
+}
+
+# Whole configs, with the language model in a part of its own.
+MULTIMODAL: dict[str, dict[str, Any]] = {
+    "Mistral-Small-3.1-24B": {
+        "model_type": "mistral3",
+        "image_token_index": 10,
+        "spatial_merge_size": 2,
+        "text_config": {
+            "model_type": "mistral",
+            "head_dim": 128,
+            "hidden_size": 5120,
+            "num_hidden_layers": 40,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 131072,
+            "rope_theta": 1000000000.0,
+            "sliding_window": None,
+            "vocab_size": 131072,
+        },
+        "torch_dtype": "bfloat16",
+        "vision_config": {
+            "model_type": "pixtral",
+            "head_dim": 64,
+            "hidden_size": 1024,
+            "num_attention_heads": 16,
+            "num_hidden_layers": 24,
+            "rope_theta": 10000.0,
+        },
     },
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -17,7 +18,8 @@ __all__ = ["Reference", "as_transformers_5", "config_object", "random_model"]
 def config_object(config: Mapping[str, Any]) -> Any:
     """Return ``transformers``' own object of a config."""
     kind: Any = CONFIG_MAPPING[config["model_type"]]
-    return kind(**config)
+    # The object keeps what it is given, and writes theta into rope_scaling.
+    return kind(**copy.deepcopy(dict(config)))
 
 
 def random_model(config: Any, dtype: torch.dtype = torch.float32) -> Any:

@@ -50,12 +50,12 @@ OPTIONAL = {
 SPECIAL: dict[str, dict[str, Any]] = {"minimax_m2": {"rotary_dim": 8}, "mistral": {"sliding_window": None}}
 
 
-def tiny(model_type: str) -> tuple[Any, dict[str, Any]]:
+def tiny(model_type: str, **changes: Any) -> tuple[Any, dict[str, Any]]:
     """Return a random model of that type and its config as a dict."""
     known = config_object({"model_type": model_type}).to_dict()
     optional = {key: value for key, value in OPTIONAL.items() if key in known}
     special = SPECIAL.get(model_type, {})
-    config = config_object({"model_type": model_type, **SMALL, **optional, **special})
+    config = config_object({"model_type": model_type, **SMALL, **optional, **special, **changes})
     model = random_model(config)
     for parameter in model.parameters():
         if parameter.dim() > 1:
@@ -88,6 +88,21 @@ def test_every_layer_rotates_as_the_table_says(model_type: str) -> None:
     # The test can fail: the other pairing is wrong in every layer.
     other: Pairing = "interleaved" if rope.pairing == "half" else "half"
     assert errors(dataclasses.replace(rope, pairing=other)).min() > 0.1
+
+
+def test_parameters_by_layer_type_where_all_layers_are_of_full_attention() -> None:
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
+    nested = {
+        "full_attention": {"rope_theta": 1e5, **yarn},
+        "sliding_attention": {"rope_theta": 1e4, "rope_type": "default"},
+    }
+    layers = {"layer_types": ["full_attention"] * 5, "sliding_window": 4096}
+    model, config = tiny("olmo3", rope_parameters=nested, **layers)
+    assert set(config["rope_parameters"]) == set(nested)
+    rope = RopeConfig.from_model_config(config, pairing="half")
+    here, there = cached_keys(model, 0), cached_keys(model, SHIFT)
+    moved = rotate_keys(here, range(TOKENS), range(SHIFT, SHIFT + TOKENS), rope)
+    assert (moved - there).flatten(1).norm(dim=1).max() < 2e-4 * there.flatten(1).norm(dim=1).min()
 
 
 @pytest.mark.parametrize("model_type", ["smollm3", "cohere2", "exaone4", "nanochat", "gpt2"])

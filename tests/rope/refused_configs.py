@@ -1,0 +1,121 @@
+"""``config.json`` of real models that cannot be edited, with a word of the reason they must be given."""
+
+from __future__ import annotations
+
+from typing import Any
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "Gemma-2-9B": (
+        {
+            "model_type": "gemma2",
+            "head_dim": 256,
+            "hidden_size": 3584,
+            "num_hidden_layers": 42,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 8192,
+            "rope_theta": 10000.0,
+            "sliding_window": 4096,
+            "torch_dtype": "bfloat16",
+            "vocab_size": 256000,
+        },
+        "sliding",
+    ),
+    "Gemma-3-1B": (
+        {
+            "model_type": "gemma3_text",
+            "head_dim": 256,
+            "hidden_size": 1152,
+            "num_hidden_layers": 26,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 1,
+            "max_position_embeddings": 32768,
+            "rope_local_base_freq": 10000,
+            "rope_scaling": None,
+            "rope_theta": 1000000,
+            "sliding_window": 512,
+            "sliding_window_pattern": 6,
+            "torch_dtype": "bfloat16",
+            "vocab_size": 262144,
+        },
+        "sliding",
+    ),
+    # Its text part leaves all that is usual to the class, theta included.
+    "Gemma-3-4B": (
+        {
+            "model_type": "gemma3",
+            "text_config": {
+                "model_type": "gemma3_text",
+                "hidden_size": 2560,
+                "num_attention_heads": 8,
+                "num_hidden_layers": 34,
+                "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+                "sliding_window": 1024,
+            },
+            "torch_dtype": "bfloat16",
+            "vision_config": {
+                "model_type": "siglip_vision_model",
+                "hidden_size": 1152,
+                "num_attention_heads": 16,
+                "num_hidden_layers": 27,
+            },
+        },
+        "sliding",
+    ),
+    "DeepSeek-V3": (
+        {
+            "model_type": "deepseek_v3",
+            "hidden_size": 7168,
+            "num_hidden_layers": 61,
+            "num_attention_heads": 128,
+            "num_key_value_heads": 128,
+            "kv_lora_rank": 512,
+            "q_lora_rank": 1536,
+            "qk_nope_head_dim": 128,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 128,
+            "max_position_embeddings": 163840,
+            "rope_theta": 10000,
+            "rope_scaling": {
+                "beta_fast": 32,
+                "beta_slow": 1,
+                "factor": 40,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "original_max_position_embeddings": 4096,
+                "type": "yarn",
+            },
+            "torch_dtype": "bfloat16",
+            "vocab_size": 129280,
+        },
+        "multi-head latent attention (MLA) caches one latent",
+    ),
+    "DeepSeek-V2-Lite": (
+        {
+            "model_type": "deepseek_v2",
+            "hidden_size": 2048,
+            "num_hidden_layers": 27,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 16,
+            "kv_lora_rank": 512,
+            "q_lora_rank": None,
+            "qk_nope_head_dim": 128,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 128,
+            "max_position_embeddings": 163840,
+            "rope_theta": 10000,
+            "rope_scaling": {
+                "beta_fast": 32,
+                "beta_slow": 1,
+                "factor": 40,
+                "mscale": 0.707,
+                "mscale_all_dim": 0.707,
+                "original_max_position_embeddings": 4096,
+                "type": "yarn",
+            },
+            "torch_dtype": "bfloat16",
+            "vocab_size": 102400,
+        },
+        "multi-head latent attention (MLA) caches one latent",
+    ),
+}
