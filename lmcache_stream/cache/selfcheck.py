@@ -21,9 +21,10 @@ __all__ = ["MAX_SPREAD", "check_layer0", "measure_spread", "repeated_rows"]
 
 # Right keys differ by rounding alone: 0.0019 to 0.0023 on SmolLM2-135M in bfloat16, from 128 to 8,000
 # tokens, and three roundings of 2^-9 bound it on any model. Wrong layouts, pairings and head sizes are
-# above 0.46 there, thetas wrong by a factor of two above 0.23. Only frequencies that are wrong by less than the prompt can show lie
-# between (Llama 3's scaling left out: 0.009 at 128 tokens, 0.035 at 512, 0.34 at 8,000); because the
-# farthest repeats are compared, an edit of that prompt moves its keys wrongly by no more than this.
+# above 0.46 there, thetas wrong by a factor of two above 0.23. Only frequencies that are wrong by less
+# than the prompt can show lie between (Llama 3's scaling left out: 0.009 at 128 tokens, 0.035 at 512,
+# 0.34 at 8,000); because the farthest repeats are compared, an edit of that prompt moves its keys
+# wrongly by no more than this.
 MAX_SPREAD = 0.01
 _MAX_ROWS = 1024
 _MIN_ROWS = 16
