@@ -157,8 +157,9 @@ async def ours(context: lms.AsyncLMCacheContext, prompts: list[list[int]]) -> tu
     """Edit all prompts at once; return the seconds and the streams."""
 
     async def no_engine(*_: object) -> AsyncIterator[lms.TokenEvent | lms.FinishEvent]:
-        raise RuntimeError("nothing is decoded here")
-        yield
+        events: tuple[lms.FinishEvent, ...] = ()
+        for event in events:
+            yield event
 
     length = len(prompts[0])
     kept = lms.keep([*range(length // 4), *range(length - length // 4, length)])

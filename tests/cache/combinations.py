@@ -24,6 +24,7 @@ __all__ = [
     "combinations",
     "decoded",
     "ropes_of",
+    "shaped",
     "splits_of",
 ]
 
@@ -76,6 +77,11 @@ def decoded(chunk: Tensor, geometry: KVGeometry, count: int) -> Tensor:
     kv = torch.empty(geometry.kv_shape(count), dtype=chunk.dtype)
     codec.decode(chunk.view(codec.chunk_shape(geometry, count)), kv, geometry)
     return kv
+
+
+def shaped(chunk: Tensor, geometry: KVGeometry, count: int) -> list[Tensor]:
+    """Return a flat chunk in the shape that the geometry's layout has."""
+    return [chunk.view(layouts.get(geometry.layout).chunk_shape(geometry, count))]
 
 
 def splits_of(config: Mapping[str, Any]) -> dict[str, dict[str, int]]:

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from lmcache_stream.cache.geometry import KVGeometry
-from lmcache_stream.cache.layout_check import verify_layout
+from lmcache_stream.cache.layout_check import find_layout, verify_layout
 from lmcache_stream.cache.selfcheck import MAX_SPREAD, check_layer0, measure_spread
 from lmcache_stream.errors import LayoutError
 from lmcache_stream.rope import RopeConfig
 from tests.rope.reference import config_object, random_model
 
-from .combinations import applicable, chunk_of, combinations, decoded
+from .combinations import applicable, chunk_of, combinations, shaped
 
 COUNT, BLOCK = 512, 32
 TOKENS: list[int] = torch.randint(1, 120, (COUNT,), generator=torch.Generator().manual_seed(5)).tolist()
@@ -117,20 +117,39 @@ def test_of_all_combinations_the_right_one_alone_is_accepted(model: str, dtype: 
 @pytest.mark.parametrize(("dtype", "layout"), CASES)
 @pytest.mark.parametrize("model", MODELS)
 def test_the_error_names_the_layout_that_fits(model: str, dtype: str, layout: str) -> None:
-    """As the context calls it: on KV that one layout decoded, with the others had back from it."""
+    """As the context calls it: on chunks, of which one layout is believed."""
     written = geometry_of(model, dtype, layout)
     chunk = chunk_of(layer0_of(model, dtype), written)
     rope = RopeConfig.from_model_config(config_of(model))
     for name in LAYOUTS[dtype]:
         read = geometry_of(model, dtype, name)
-        kv = decoded(chunk, read, COUNT)
+        chunks = shaped(chunk, read, COUNT)
         if name == layout:
-            assert verify_layout(kv, TOKENS, read, rope, chunk_size=BLOCK) is not None
+            assert verify_layout(chunks, TOKENS, read, rope) is not None
             continue
         # Chunks of two planes have another shape than all others, so that nobody can take one for another.
         fits = "nothing else fits" if "two-plane" in (name, layout) else rf"{layout} fits, with 0\.00"
         with pytest.raises(LayoutError, match=rf"decoded as {name}, .*; {fits}"):
-            verify_layout(kv, TOKENS, read, rope, chunk_size=BLOCK)
+            verify_layout(chunks, TOKENS, read, rope)
+
+
+@pytest.mark.parametrize(("dtype", "layout"), CASES)
+@pytest.mark.parametrize("model", MODELS)
+def test_the_layout_is_found_among_all_that_have_its_shape(model: str, dtype: str, layout: str) -> None:
+    written = geometry_of(model, dtype, layout)
+    chunks = shaped(chunk_of(layer0_of(model, dtype), written), written, COUNT)
+    config = config_of(model)
+    rope = RopeConfig.from_model_config(config)
+    for believed in LAYOUTS[dtype]:
+        found, spread = find_layout(chunks, TOKENS, geometry_of(model, dtype, believed), rope)
+        assert found == layout
+        assert spread < MAX_SPREAD / 3
+    parameters = {**config["rope_parameters"], "rope_theta": 10 * config["rope_parameters"]["rope_theta"]}
+    wrong = RopeConfig.from_model_config({**config, "rope_parameters": parameters})
+    with pytest.raises(LayoutError, match=rf"layout='auto': no layout fits; .*{layout} 0\.[2-9]"):
+        find_layout(chunks, TOKENS, written, wrong)
+    with pytest.raises(LayoutError, match="layout='auto': too few tokens of this prompt repeat"):
+        find_layout(chunks, list(range(COUNT)), written, rope)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

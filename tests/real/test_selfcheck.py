@@ -12,11 +12,11 @@ import pytest
 import torch
 
 import lmcache_stream as lms
-from lmcache_stream.cache.layout_check import verify_layout
+from lmcache_stream.cache.layout_check import find_layout, verify_layout
 from lmcache_stream.cache.selfcheck import MAX_SPREAD, check_layer0, measure_spread
 from lmcache_stream.rope import RopeConfig
 
-from ..cache.combinations import applicable, chunk_of, combinations, decoded, ropes_of, splits_of
+from ..cache.combinations import applicable, chunk_of, combinations, ropes_of, shaped, splits_of
 from .conftest import RealStack, long_prompt, until_unlocked
 
 pytestmark = [
@@ -100,13 +100,14 @@ def test_the_error_names_the_layout_that_fits(retrieved: Retrieved) -> None:
     chunk, rope = chunk_of(retrieved.layer0, written), RopeConfig.from_model_config(retrieved.config)
     for layout in applicable(written, count):
         read = dataclasses.replace(written, layout=layout)
-        kv = decoded(chunk, read, count)
+        chunks = shaped(chunk, read, count)
         if layout == written.layout:
-            assert verify_layout(kv, retrieved.tokens, read, rope, chunk_size=32) is not None
+            assert verify_layout(chunks, retrieved.tokens, read, rope) is not None
+            assert find_layout(chunks, retrieved.tokens, read, rope)[0] == layout
             continue
         fits = "nothing else fits" if layout == "two-plane" else f"{written.layout} fits, with 0.00"
         with pytest.raises(lms.LayoutError, match=f"decoded as {layout}, .*; {fits}"):
-            verify_layout(kv, retrieved.tokens, read, rope, chunk_size=32)
+            verify_layout(chunks, retrieved.tokens, read, rope)
 
 
 def wrong_connections(retrieved: Retrieved) -> dict[str, dict[str, Any]]:
