@@ -59,11 +59,12 @@ FUSED = dataclasses.replace(GEOMETRY, layout="fused")
 async def test_auto_finds_the_layout_at_the_first_retrieve(server: FakeLMCache, believed: str) -> None:
     geometry = dataclasses.replace(GEOMETRY, layout=believed)
     async with connecting(server, geometry=geometry, layout="auto") as context:
-        assert context.layout_spread is None
+        before = context.layout_spread
         found = await context.retrieve(TOKENS)
         assert found is not None
         assert torch.equal(found, kv_of(TOKENS))
         assert context.geometry.layout == "cpu-amx"
+        assert before is None
         assert context.layout_spread is not None
         assert context.layout_spread < 0.003
         # Once it is found, other prompts need no repeats.

@@ -22,6 +22,7 @@ STACKS = [
     "float32-shared-memory",
     "float32-pickle",
 ]
+PREFIX_CACHING = "-prefix-caching"
 
 
 @dataclass(frozen=True)
@@ -60,10 +61,12 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def stack(request: pytest.FixtureRequest, installed: Path, logs: Path) -> Iterator[RealStack]:
     """A stack by name; tests take it with ``@pytest.mark.parametrize("stack", ..., indirect=True)``."""
-    dtype, _, plane = request.param.partition("-")
+    name: str = request.param.removesuffix(PREFIX_CACHING)
+    caching = name != request.param
+    dtype, _, plane = name.partition("-")
     with (
         lmcache_server(installed, logs, shared_memory=plane == "shared-memory") as cache,
-        vllm_server(installed, logs, cache, dtype=dtype) as engine,
+        vllm_server(installed, logs, cache, dtype=dtype, prefix_caching=caching) as engine,
     ):
         yield RealStack(cache, engine, getattr(torch, dtype))
 
