@@ -16,7 +16,7 @@ from .cache.edit import drop_tokens
 from .cache.held import HeldPrefix
 from .cache.lookups import PrefixLease
 from .cache.server_queries import check_queries
-from .dropping import CachedPrefix, Keep, Layers, Policy
+from .dropping import CachedPrefix, HFQueries, Keep, Layers, Policy
 from .errors import InvalidRequestError, StoreIncompleteError
 
 Edited = tuple[torch.Tensor, Sequence[int]]
@@ -67,6 +67,7 @@ async def apply_edit(
     fn: KVEdit,
     lease: PrefixLease,
     queries: Queries | None,
+    behind: Sequence[int],
     own_salt: str | None,
     timeout: float,
 ) -> AppliedEdit | None:
@@ -77,6 +78,7 @@ async def apply_edit(
         fn: the edit.
         lease: of the prefix.
         queries: for policies.
+        behind: the tokens that follow what can be cached.
         own_salt: where tokens are only dropped, store what is left under it at once, from the server's
             memory into the server's memory. None where others store under the salt too.
         timeout: seconds for that.
@@ -101,15 +103,18 @@ async def apply_edit(
     if isinstance(fn, Keep):
         return await _drop(context, kv, tokens, fn.kept_indices(len(tokens)))
     if isinstance(fn, Policy):
-        made = None
-        if queries is not None:
+        made: torch.Tensor | None = None
+        if isinstance(queries, HFQueries):
+            made = await context.edit_workers.run(queries, kv, tokens, behind)
+        elif queries is not None:
             made = queries if isinstance(queries, torch.Tensor) else await _call(context, queries, kv, tokens)
             if not isinstance(made, torch.Tensor):
                 raise InvalidRequestError(f"queries= gave a {type(made).__name__}, no tensor")
-        heads = context.geometry.num_kv_heads
-        keys, values = kv.view(*kv.shape[:-1], heads, -1)
+        keys, values = kv.view(*kv.shape[:-1], context.geometry.num_kv_heads, -1)
         layers = Layers.of(keys), Layers.of(values)
-        return await _drop(context, kv, tokens, await _choose(context, fn, layers, tokens, made))
+        seen = behind if isinstance(queries, HFQueries) else ()
+        kept = await _choose(context, fn, layers, tokens, made, seen)
+        return await _drop(context, kv, tokens, kept)
     edited = await _call(context, fn, kv, tokens)
     if isinstance(edited, torch.Tensor):
         raise InvalidRequestError("the edit must return (new_kv, new_tokens), not a tensor alone")
@@ -160,7 +165,10 @@ async def _choose(
     layers: tuple[Layers, Layers],
     tokens: list[int],
     queries: torch.Tensor | None,
+    behind: Sequence[int] = (),
 ) -> torch.Tensor:
+    """Let the policy choose; ``behind`` are tokens that follow, whose queries are there as well."""
+
     def choose() -> torch.Tensor:
         geometry = context.geometry
         prefix = CachedPrefix.by_layer(
@@ -169,11 +177,12 @@ async def _choose(
             num_kv_heads=geometry.num_kv_heads,
             head_size=geometry.head_size,
             queries=queries,
+            num_behind=len(behind),
         )
         if prefix.queries is not None:
-            first = len(tokens) - prefix.queries.shape[1]
-            rows = prefix.queries[0].flatten(1)
-            check_queries(rows, tokens[first:], range(first, len(tokens)), context.rope)
+            ids = [*tokens, *behind]
+            first = len(ids) - prefix.queries.shape[1]
+            check_queries(prefix.queries[0].flatten(1), ids[first:], range(first, len(ids)), context.rope)
         with torch.no_grad():
             return policy.kept_indices(prefix, context.chunk_size)
 

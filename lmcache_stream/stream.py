@@ -221,8 +221,9 @@ class AsyncLMCacheStream:
             timeout: seconds to wait for the KV, and again for every chunk of the edit to be stored.
             poll_interval: the longest pause between two looks, in seconds.
             min_tokens: the shortest prefix to edit at the deadline; the whole one by default.
-            queries: for policies that need them: ``[L, W, query heads x head size]``, rotated, of the last W
-                tokens of the prefix, or a function of ``(kv, tokens)`` that returns them.
+            queries: for policies that need them: ``HFQueries``, which also sees what is behind the prefix;
+                or ``[L, W, query heads x head size]``, rotated, of the prefix's last W tokens, or what
+                returns them for ``(kv, tokens)``.
 
         Raises:
             InvalidRequestError: no edit, a policy that cannot choose, or a result of a wrong shape.
@@ -236,8 +237,9 @@ class AsyncLMCacheStream:
             salt, fork = self._new_salt(), self._isolation == "fork"
 
             async def use(lease: PrefixLease) -> AppliedEdit | None:
+                behind = self._state.prompt(())[lease.chunks * self._context.chunk_size :]
                 own_salt = salt if fork else None
-                return await apply_edit(self._context, fn, lease, queries, own_salt, timeout)
+                return await apply_edit(self._context, fn, lease, queries, behind, own_salt, timeout)
 
             edit = await self._retrieve(use, timeout, poll_interval, min_tokens)
             behind = self._state.tokens[edit.tokens_before :]

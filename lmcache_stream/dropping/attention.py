@@ -15,7 +15,8 @@ __all__ = ["window_attention"]
 def window_attention(prefix: CachedPrefix, layer: int, window: int) -> Tensor:
     """Return the attention weights of the last ``window`` queries of one layer, ``[Hq, window, T]``.
 
-    Softmax over the tokens up to each query's own, scaled by the head size, in float32.
+    Softmax over the tokens up to each query's own, scaled by the head size, in float32. What a query gives
+    to tokens behind the prefix is left out: each row's weights add up to one over the prefix.
 
     Args:
         prefix: with queries; fewer than ``window`` of them give as many rows as there are.
@@ -30,6 +31,7 @@ def window_attention(prefix: CachedPrefix, layer: int, window: int) -> Tensor:
     groups = num_query_heads // num_kv_heads
     by_group = queries.view(rows, num_kv_heads, groups, head_size)
     weights = torch.einsum("whgd,thd->hgwt", by_group, keys) / math.sqrt(head_size)
-    positions = torch.arange(length - rows, length)
+    end = length + prefix.num_behind
+    positions = torch.arange(end - rows, end)
     weights.masked_fill_(torch.arange(length) > positions[:, None], -torch.inf)
     return weights.softmax(dim=-1).flatten(0, 1)

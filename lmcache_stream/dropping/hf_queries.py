@@ -21,9 +21,11 @@ _MOST_DIFFERENCE = 0.05
 
 
 class HFQueries:
-    """Computes the queries of a prefix's last tokens, in one forward pass of these over the cached KV.
+    """Computes the queries of a sequence's last tokens, in one forward pass of these over the cached KV.
 
     Give it as ``queries=`` to ``modify_kv`` with a policy that needs queries; it runs in a worker thread.
+    There it is also told what follows the whole chunks: a question is mostly the end of a prompt, and with
+    LMCache's chunks of 256 tokens half a chunk of it, on average, has no cached KV.
 
     Args:
         model: the model that the engine serves: a transformers causal LM, whose attention implementation is
@@ -39,12 +41,13 @@ class HFQueries:
         self._loading = threading.Lock()
 
     @torch.no_grad()
-    def __call__(self, kv: Tensor, tokens: Sequence[int]) -> Tensor:
-        """Return rotated queries ``[L, W, query heads x head size]`` of the last W tokens.
+    def __call__(self, kv: Tensor, tokens: Sequence[int], behind: Sequence[int] = ()) -> Tensor:
+        """Return rotated queries ``[L, W, query heads x head size]`` of the last W of all tokens.
 
         Args:
             kv: ``[2, L, T, D]``.
             tokens: the T token ids.
+            behind: those that follow; their KV is computed.
 
         Raises:
             InvalidRequestError: transformers is missing, or the model is not the one that computed ``kv``.
@@ -59,9 +62,17 @@ class HFQueries:
             given["logits_to_keep"] = 1
         with recording() as recorded:
             model(
-                input_ids=torch.tensor([list(tokens[start:])], device=model.device), use_cache=True, **given
+                input_ids=torch.tensor([[*tokens[start:], *behind]], device=model.device),
+                use_cache=True,
+                **given,
             )
-        own = cache.layers[0].keys[0, :, start:].transpose(0, 1).flatten(1).to("cpu", torch.float32)
+        own = (
+            cache.layers[0]
+            .keys[0, :, start : len(tokens)]
+            .transpose(0, 1)
+            .flatten(1)
+            .to("cpu", torch.float32)
+        )
         cached = kv[0, 0, start:].float()
         if own.shape != cached.shape or float((own - cached).norm()) > _MOST_DIFFERENCE * float(
             cached.norm()
@@ -70,7 +81,8 @@ class HFQueries:
                 "HFQueries: the model's layer-0 keys are not those in the cache: it is not the model that "
                 "the engine serves"
             )
-        return torch.stack([one[0].transpose(0, 1).flatten(1).cpu() for one in recorded])
+        last = slice(-self._window, None)
+        return torch.stack([one[0, :, last].transpose(0, 1).flatten(1).cpu() for one in recorded])
 
     def _loaded(self) -> Any:
         with self._loading:

@@ -26,6 +26,8 @@ class CachedPrefix:
         head_size: d.
         queries: ``[L, W, Hq, d]``, rotated, of the last W of the T tokens, or None. Hq is a multiple of H:
             query heads ``g * Hq / H`` to ``(g + 1) * Hq / H - 1`` attend to KV head ``g``.
+        num_behind: how many tokens follow the T ones, in no whole chunk, whose queries are there as well: the
+            W rows are then those of the last of all ``T + num_behind``.
     """
 
     keys: Layers
@@ -34,6 +36,7 @@ class CachedPrefix:
     num_kv_heads: int
     head_size: int
     queries: Tensor | None = None
+    num_behind: int = 0
     num_tokens: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -47,6 +50,7 @@ class CachedPrefix:
         *,
         num_kv_heads: int,
         queries: Tensor | None = None,
+        num_behind: int = 0,
     ) -> CachedPrefix:
         """View ``kv`` (``[2, L, T, D]``) by heads; ``queries`` are ``[L, W, Dq]`` or ``[1, L, W, Dq]``.
 
@@ -66,6 +70,7 @@ class CachedPrefix:
             num_kv_heads=num_kv_heads,
             head_size=keys.shape[-1],
             queries=queries,
+            num_behind=num_behind,
         )
 
     @classmethod
@@ -78,13 +83,21 @@ class CachedPrefix:
         num_kv_heads: int,
         head_size: int,
         queries: Tensor | None = None,
+        num_behind: int = 0,
     ) -> CachedPrefix:
         """Take layers that are read as they are needed; ``queries`` as in ``of``.
 
         Raises:
             InvalidRequestError: the queries do not fit, or one is not finite.
         """
-        made = cls(keys=keys, values=values, tokens=tokens, num_kv_heads=num_kv_heads, head_size=head_size)
+        made = cls(
+            keys=keys,
+            values=values,
+            tokens=tokens,
+            num_kv_heads=num_kv_heads,
+            head_size=head_size,
+            num_behind=num_behind,
+        )
         return made if queries is None else replace(made, queries=_by_head(queries, made))
 
     def select(self, kept: Tensor) -> CachedPrefix:
@@ -93,10 +106,9 @@ class CachedPrefix:
         """
         queries = self.queries
         if queries is not None:
-            first = self.num_tokens - queries.shape[1]
-            rows = kept[kept >= first] - first
+            inside = max(0, queries.shape[1] - self.num_behind)
             # Of a window with gaps the rows would no longer be those of the last tokens.
-            whole = len(rows) == queries.shape[1]
+            whole = int((kept >= self.num_tokens - inside).sum()) == inside
             queries = queries if whole else None
         tokens = [self.tokens[index] for index in kept.tolist()]
         keys, values = self.keys.select(kept), self.values.select(kept)
@@ -108,7 +120,7 @@ def _by_head(queries: Tensor, prefix: CachedPrefix) -> Tensor:
     num_kv_heads, head_size = prefix.num_kv_heads, prefix.head_size
     given = list(queries.shape)
     flat = queries[0] if queries.dim() == 4 and queries.shape[0] == 1 else queries
-    fits = flat.dim() == 3 and flat.shape[0] == layers and 1 <= flat.shape[1] <= num_tokens
+    fits = flat.dim() == 3 and flat.shape[0] == layers and 1 <= flat.shape[1] <= num_tokens + prefix.num_behind
     if not fits or flat.shape[2] % (num_kv_heads * head_size):
         raise InvalidRequestError(
             f"queries of shape {given} are not [L, W, query heads x head size] of the last W tokens, for "

@@ -34,11 +34,15 @@ Rows = list[list[float]]
 POLICIES: list[Callable[..., DropPolicy]] = [RandomDrop, StreamingLLM, KNorm, KeyDiff, TOVA, SnapKV, RKV]
 
 
-def make_prefix(length: int = LENGTH, window: int = 16, seed: int = 0) -> CachedPrefix:
+def make_prefix(
+    length: int = LENGTH, window: int = 16, seed: int = 0, *, num_behind: int = 0
+) -> CachedPrefix:
     generator = torch.Generator().manual_seed(seed)
     kv = torch.randn(2, LAYERS, length, HEADS * SIZE, generator=generator)
     queries = torch.randn(LAYERS, min(window, length), QUERY_HEADS * SIZE, generator=generator)
-    return CachedPrefix.of(kv, list(range(length)), num_kv_heads=HEADS, queries=queries)
+    return CachedPrefix.of(
+        kv, list(range(length)), num_kv_heads=HEADS, queries=queries, num_behind=num_behind
+    )
 
 
 def key_rows(prefix: CachedPrefix, layer: int, head: int) -> Rows:
@@ -65,13 +69,13 @@ def averaged(of_head: Callable[[int, int], list[float]], heads: int = HEADS) -> 
 
 
 def attention(prefix: CachedPrefix, layer: int, query_head: int, back: int) -> list[float]:
-    """The weights of the query ``back`` places from the end (1 is the last)."""
+    """The weights of the query ``back`` places from the end (1 is the last), which may be behind the prefix."""
     assert prefix.queries is not None
     query = prefix.queries[layer, -back, query_head].tolist()
     keys = key_rows(prefix, layer, query_head // (QUERY_HEADS // HEADS))
-    seen = prefix.num_tokens - back + 1
+    seen = prefix.num_tokens - max(0, back - 1 - prefix.num_behind)
     exponents = [math.exp(dot(query, key) / math.sqrt(SIZE)) for key in keys[:seen]]
-    return [one / sum(exponents) for one in exponents] + [0.0] * (back - 1)
+    return [one / sum(exponents) for one in exponents] + [0.0] * (prefix.num_tokens - seen)
 
 
 def window_mean(prefix: CachedPrefix, layer: int, query_head: int, window: int) -> list[float]:
@@ -107,15 +111,17 @@ def test_keydiff_prefers_keys_unlike_the_mean_direction() -> None:
     assert int(KeyDiff(ratio=0.5).score(outlier).argmax()) == 5
 
 
-def test_tova_is_the_last_query_s_attention() -> None:
-    prefix = make_prefix()
+@pytest.mark.parametrize("num_behind", [0, 3])
+def test_tova_is_the_last_query_s_attention(num_behind: int) -> None:
+    prefix = make_prefix(num_behind=num_behind)
     wanted = averaged(lambda layer, head: attention(prefix, layer, head, 1), QUERY_HEADS)
     assert_scores(TOVA(ratio=0.5), prefix, wanted)
 
 
+@pytest.mark.parametrize("num_behind", [0, 1, 6, 40])
 @pytest.mark.parametrize(("window", "kernel_size"), [(4, 1), (8, 3), (16, 5)])
-def test_snapkv_is_the_window_s_attention_smoothed(window: int, kernel_size: int) -> None:
-    prefix = make_prefix()
+def test_snapkv_is_the_window_s_attention_smoothed(window: int, kernel_size: int, num_behind: int) -> None:
+    prefix = make_prefix(num_behind=num_behind)
     mean = averaged(lambda layer, head: window_mean(prefix, layer, head, window), QUERY_HEADS)
     before = mean[: LENGTH - window]
     half = kernel_size // 2
@@ -345,7 +351,16 @@ def test_a_chain_chooses_from_what_was_kept() -> None:
     norms = KNorm(ratio=0.5).score(prefix)[32:]
     wanted = (norms.topk(16).indices + 32).sort().values
     assert torch.equal(kept, wanted)
-    snap = Chain([StreamingLLM(ratio=0.5, sinks=0), SnapKV(ratio=0.5, sinks=0, window=8)])
+    for num_behind in (0, 8, 20):
+        followed = make_prefix(64, num_behind=num_behind)
+        snap = Chain([StreamingLLM(ratio=0.5, sinks=0), SnapKV(ratio=0.5, sinks=0, window=8)])
+        kept = snap.kept_indices(followed, 8)
+        second = SnapKV(ratio=0.5, sinks=0, window=8).kept_indices(followed.select(torch.arange(32, 64)), 8)
+        assert torch.equal(kept, second + 32)
+    gap = torch.tensor([*range(40), *range(41, 64)])
+    assert make_prefix(64, num_behind=8).select(gap).queries is not None
+    assert make_prefix(64, num_behind=8).select(gap[gap != 56]).queries is None
+    assert make_prefix(64).select(gap[gap != 50]).queries is None
     assert snap.needs_queries
     assert len(snap.kept_indices(prefix, 8)) == 16
     with pytest.raises(InvalidRequestError, match="no policy"):

@@ -16,6 +16,7 @@ from lmcache_stream.dropping import (
     RKV,
     TOVA,
     AlwaysKeep,
+    CachedPrefix,
     Chain,
     HFQueries,
     KeyDiff,
@@ -166,6 +167,34 @@ async def test_ten_rounds_keep_positions_ids_and_text_right(
     assert len(salts) == 10
     assert len(stream.edits) == 10
     assert len(stream.output_tokens()) == 10 * 25
+
+
+async def test_queries_of_what_follows_the_whole_chunks(model: CausalModel) -> None:
+    prompt, network = prompt_of(LENGTH + 20, seed=3), reference_of(model)
+    queries = HFQueries(network, window=32)
+    async with EmbeddedStack(model, cache_gb=0.05) as stack, stack.connect() as context:
+        stream = lms.create_request(context, stack.post_completion, prompt)
+        await stream.generate({**GREEDY, "max_tokens": 3})
+        kv = await stream.retrieve_kv()
+        await stream.modify_kv(SnapKV(ratio=0.5), queries=queries)
+    whole = [*prompt, *stream.output_tokens()]
+    behind = whole[LENGTH:]
+    made = queries(kv, prompt[:LENGTH], behind)
+    wanted = layer_0_queries(model, whole)[-32:]
+    torch.testing.assert_close(made[0], wanted, rtol=1e-4, atol=1e-4)
+    prefix = CachedPrefix.of(
+        kv, prompt[:LENGTH], num_kv_heads=kv.shape[3] // 16, queries=made, num_behind=len(behind)
+    )
+    kept = SnapKV(ratio=0.5).kept_indices(prefix, 32)
+    assert stream.edits[-1].kept_indices == tuple(kept.tolist())
+    # Those of the chunks alone choose otherwise, and of a long end the chunks' are not among them.
+    alone = CachedPrefix.of(
+        kv, prompt[:LENGTH], num_kv_heads=kv.shape[3] // 16, queries=queries(kv, prompt[:LENGTH])
+    )
+    assert not torch.equal(kept, SnapKV(ratio=0.5).kept_indices(alone, 32))
+    longer = prompt_of(LENGTH + 100, seed=3)
+    made = queries(kv, longer[:LENGTH], longer[LENGTH:])
+    torch.testing.assert_close(made[0], layer_0_queries(model, longer)[-32:], rtol=1e-4, atol=1e-4)
 
 
 async def test_queries_of_a_hugging_face_model(model: CausalModel, tmp_path: Path) -> None:

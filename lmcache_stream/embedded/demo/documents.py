@@ -8,7 +8,7 @@ from typing import Any
 
 from ...errors import InvalidRequestError
 
-__all__ = ["Document", "Prompt", "build_prompt", "builtin_documents"]
+__all__ = ["Document", "Prompt", "build_prompt", "builtin_documents", "chat_text"]
 
 # Topics of Python's own documentation, which every Python carries, with a question to each.
 _TOPICS = {
@@ -55,13 +55,7 @@ def build_prompt(tokenizer: Any, document: Document) -> Prompt:
         InvalidRequestError: the chat template does not repeat the question as it is.
     """
     question = f"Question: {document.question.strip()}"
-    content = f"{document.text.strip()}\n\n{question}"
-    templated = bool(getattr(tokenizer, "chat_template", None))
-    if templated:
-        messages = [{"role": "user", "content": content}]
-        whole = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    else:
-        whole = f"{content}\nAnswer:"
+    whole, templated = chat_text(tokenizer, f"{document.text.strip()}\n\n{question}")
     border = whole.rfind(question)
     if border < 0:
         raise InvalidRequestError("the model's chat template changes the question: the demo cannot keep it")
@@ -69,3 +63,12 @@ def build_prompt(tokenizer: Any, document: Document) -> Prompt:
     head = tokenizer(whole[:border], add_special_tokens=not templated)["input_ids"]
     tail = tokenizer(whole[border:], add_special_tokens=False)["input_ids"]
     return Prompt((*head, *tail), len(head))
+
+
+def chat_text(tokenizer: Any, content: str) -> tuple[str, bool]:
+    """Return ``content`` as a user's turn that awaits its answer, and whether a chat template made it: then
+    the special tokens of the beginning are in it."""
+    if not getattr(tokenizer, "chat_template", None):
+        return f"{content}\nAnswer:", False
+    messages = [{"role": "user", "content": content}]
+    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False), True
