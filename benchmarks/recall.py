@@ -22,6 +22,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,7 @@ POLICIES: dict[str, Callable[..., DropPolicy]] = {
     "KeyDiff": KeyDiff,
     "TOVA": TOVA,
     "SnapKV": SnapKV,
+    "SnapKV-max": partial(SnapKV, reduce="max"),
     "RKV": RKV,
 }
 
@@ -86,21 +88,17 @@ async def measure(options: argparse.Namespace, outcomes: list[Outcome], settings
     ):
         settings.update(settings_of(options, stack))
         print(json.dumps(settings), file=sys.stderr)
-        queries_of = HFQueries(stack.model_name, window=WINDOW)
-        needs_queries = any(make_policy(name, 0.5, 0).needs_queries for name in options.policies)
+        queries = HFQueries(stack.model_name, window=WINDOW)
         progress = Progress(options.samples * (len(cells) + 1))
         for seed in range(options.seed, options.seed + options.samples):
             task = make_task(stack.tokenizer, seed=seed, prompt_tokens=options.prompt_tokens)
             prompt = recall_prompt(stack.tokenizer, task)
-            prefilled = await prefill(stack, context, task, prompt)
-            queries = None
-            if needs_queries:
-                queries = await asyncio.to_thread(queries_of, prefilled.kv, prefilled.cached_token_ids)
+            salt = f"recall-{seed}"
+            await prefill(stack, context, prompt, salt)
             found: list[Outcome] = []
             for name, ratio in [(None, 0.0), *cells]:
                 policy = None if name is None else make_policy(name, ratio, seed)
-                given = queries if policy is not None and policy.needs_queries else None
-                answer = await recall(stack, context, prefilled, policy, queries=given)
+                answer = await recall(stack, context, task, prompt, salt, policy, queries=queries)
                 found.append(
                     Outcome(
                         seed=seed,

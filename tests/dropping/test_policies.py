@@ -69,7 +69,7 @@ def averaged(of_head: Callable[[int, int], list[float]], heads: int = HEADS) -> 
 
 
 def attention(prefix: CachedPrefix, layer: int, query_head: int, back: int) -> list[float]:
-    """The weights of the query ``back`` places from the end (1 is the last), which may be behind the prefix."""
+    """The weights of the query ``back`` places from the end (1 is the last), maybe behind the prefix."""
     assert prefix.queries is not None
     query = prefix.queries[layer, -back, query_head].tolist()
     keys = key_rows(prefix, layer, query_head // (QUERY_HEADS // HEADS))
@@ -131,6 +131,18 @@ def test_snapkv_is_the_window_s_attention_smoothed(window: int, kernel_size: int
         smooth.append(sum(near) / len(near))
     policy = SnapKV(ratio=0.5, window=window, kernel_size=kernel_size)
     assert_scores(policy, prefix, [*smooth, *[0.0] * window])
+
+
+def test_snapkv_may_take_the_head_that_looks_most() -> None:
+    prefix = make_prefix(num_behind=2)
+    highest = [0.0] * 40
+    for layer in range(LAYERS):
+        for head in range(QUERY_HEADS):
+            before = window_mean(prefix, layer, head, 8)[:40]
+            near = [before[max(0, place - 1) : place + 2] for place in range(40)]
+            highest = [max(one, sum(few) / len(few)) for one, few in zip(highest, near, strict=True)]
+    policy = SnapKV(ratio=0.5, window=8, kernel_size=3, reduce="max")
+    assert_scores(policy, prefix, [*highest, *[0.0] * 8])
 
 
 @pytest.mark.parametrize(
@@ -271,6 +283,7 @@ def test_a_nan_among_the_tokens_that_are_kept_anyway_is_seen() -> None:
         (KNorm, {"ratio": 0.5, "window": 1.5}, "window=1.5"),
         (SnapKV, {"ratio": 0.5, "window": 0}, "window=0"),
         (SnapKV, {"ratio": 0.5, "kernel_size": 4}, "kernel_size=4"),
+        (SnapKV, {"ratio": 0.5, "reduce": "median"}, "reduce='median'"),
         (RKV, {"ratio": 0.5, "window": 0}, "window=0"),
         (RKV, {"ratio": 0.5, "lam": 2}, "lam=2"),
         (RKV, {"ratio": 0.5, "recent": -1}, "recent=-1"),

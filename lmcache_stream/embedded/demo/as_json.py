@@ -1,12 +1,13 @@
-"""A comparison as plain data for JSON."""
+"""What the demo found, as plain data for JSON."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from .recall_run import Recall, RecallAnswer
 from .run import Answer, Comparison
 
-__all__ = ["comparison_data"]
+__all__ = ["comparison_data", "recall_data"]
 
 
 def comparison_data(comparison: Comparison) -> dict[str, Any]:
@@ -27,6 +28,34 @@ def comparison_data(comparison: Comparison) -> dict[str, Any]:
         "edit_seconds": edit.seconds,
         "whole": _answer_data(comparison.whole),
         "edited": _answer_data(comparison.edited),
+    }
+
+
+def recall_data(recall: Recall) -> dict[str, Any]:
+    """Return the answers to one recall task; ``fact`` is [start, stop) in the prompt, ``kept`` indices."""
+    return {
+        "seed": recall.seed,
+        "question": recall.task.question,
+        "answer_start": recall.task.answer_start,
+        "code": recall.task.code,
+        "prompt_token_ids": list(recall.prompt.token_ids),
+        "fact": [recall.prompt.fact.start, recall.prompt.fact.stop],
+        "prefill_seconds": recall.prefill_seconds,
+        "answers": [_recall_answer_data(answer) for answer in recall.answers],
+    }
+
+
+def _recall_answer_data(answer: RecallAnswer) -> dict[str, Any]:
+    return {
+        "policy": answer.policy,
+        "text": answer.text,
+        "token_ids": list(answer.token_ids),
+        "is_right": answer.is_right,
+        "kept": list(answer.kept_indices),
+        "fact_kept": answer.fact_kept,
+        "edit_seconds": answer.edit and answer.edit.seconds,
+        "ttft_seconds": answer.ttft,
+        "cached_tokens": answer.cached_tokens,
     }
 
 

@@ -11,26 +11,31 @@ from typing import Any
 
 from rich.console import Console
 
+from ...dropping import HFQueries
 from ...errors import InvalidRequestError
 from ..default_model import default_model
-from .as_json import comparison_data
+from .as_json import comparison_data, recall_data
 from .documents import Document, builtin_documents
+from .recall_render import RecallProgress, recall_table
+from .recall_run import Recall, demo_policies, run_recall
 from .render import DocumentProgress, comparison_table
 from .run import Comparison, Options, Stack, run_demo
 
-__all__ = ["choose_documents", "compare_all", "demo"]
+__all__ = ["choose_documents", "compare_all", "demo", "recall_all"]
 
 _DEFAULT_QUESTION = "What is this text about? Answer in two sentences."
+_RECALL_SEEDS = range(3)
 
 
 def choose_documents(text: Path | None, question: str | None) -> tuple[Document, ...]:
-    """Return the document in the file ``text``, or those that come with the demo.
+    """Return the document in the file ``text``, or those that come with the demo: one, or with a
+    ``question`` all.
 
     Raises:
         InvalidRequestError: the file cannot be read as UTF-8 text or is empty.
     """
     if text is None:
-        return builtin_documents(question)
+        return builtin_documents(question) if question else builtin_documents()[:1]
     try:
         content = text.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -63,24 +68,63 @@ def demo(
         _say(console, "Preparing the default model; the first time it is converted, which takes a while.")
         with _quiet_stdout(as_json):
             model = default_model()
-    return _run(model, documents, options, console, as_json)
+    # Who brings a text or a question wants an answer to that.
+    seeds = range(0) if text or question else _RECALL_SEEDS
+    return _run(model, seeds, documents, options, console, as_json)
 
 
 async def _run(
-    model: str, documents: tuple[Document, ...], options: Options, console: Console, as_json: bool
+    model: str,
+    seeds: range,
+    documents: tuple[Document, ...],
+    options: Options,
+    console: Console,
+    as_json: bool,
 ) -> None:
     with _quiet_stdout(as_json):
         from lmcache_stream.embedded import EmbeddedStack
 
         _say(console, f"Starting a cache server and an engine with {model} in this process.")
         async with EmbeddedStack(model=model) as stack:
+            recalls: list[Recall] = []
+            if seeds:
+                queries = HFQueries(stack.model_name)
+                recalls = await recall_all(stack, seeds, queries, options, console, tables=not as_json)
             comparisons = await compare_all(stack, documents, options, console, tables=not as_json)
     if as_json:
         found = [comparison_data(comparison) for comparison in comparisons]
         settings = {"model": model, "ratio": options.ratio, "max_tokens": options.max_tokens}
-        result = {**settings, "documents": found}
+        recalled = [recall_data(recall) for recall in recalls]
+        result = {**settings, "recall": recalled, "documents": found}
         sys.stdout.write(json.dumps(result, indent=2) + "\n")
         sys.stdout.flush()
+
+
+async def recall_all(
+    stack: Stack,
+    seeds: range,
+    queries: HFQueries,
+    options: Options,
+    console: Console,
+    *,
+    tables: bool,
+) -> list[Recall]:
+    """Ask for a fact in each prompt, with progress bars on ``console``, and a table there as each is done."""
+    policies = demo_policies(options.ratio)
+    _say(
+        console,
+        f"Facts are hidden in a text, one is asked: from the whole KV, and from KV of which a policy dropped "
+        f"{options.ratio:.0%}.",
+    )
+    recalls: list[Recall] = []
+    with RecallProgress(console, 1 + len(policies)) as progress:
+        run = run_recall(stack, seeds, policies, queries, progress.show)
+        async with contextlib.aclosing(run) as results:
+            async for recall in results:
+                recalls.append(recall)
+                if tables:
+                    console.print(recall_table(recall))
+    return recalls
 
 
 async def compare_all(
