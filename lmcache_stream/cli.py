@@ -180,11 +180,13 @@ _share = _checked(float, lambda number: 0 < number < 1, "a share between 0 and 1
 
 
 def _add_demo(commands: _Commands) -> None:
-    summary = "Answer questions from a whole KV cache and from one with a gap, on this machine alone."
+    summary = "Answer questions from a whole KV cache and from edited ones, on this machine alone."
     add = _add_command(commands, "demo", summary, _demo).add_argument
     add("--model", metavar="MODEL", help="model folder or Hub id (default: SmolLM2-135M-Instruct)")
-    add("--text", type=Path, metavar="FILE", help="own text (default: Python's documentation, 3 texts)")
-    add("--question", metavar="TEXT", help="question about the text (default: one to each text)")
+    add(
+        "--text", type=Path, metavar="FILE", help="own text (default: facts hidden in Python's documentation)"
+    )
+    add("--question", metavar="TEXT", help="about the text, or about three of Python's documentation")
     add("--ratio", type=_share, default=0.5, metavar="SHARE", help=f"of the prompt to drop {_DEFAULT}")
     add("--max-tokens", type=_answer_length, default=60, metavar="N", help=f"longest answer {_DEFAULT}")
     add("--json", action="store_true", help="write the result as JSON to stdout, all else to stderr")

@@ -48,6 +48,19 @@ def prefilled(network: Any, prompt: list[int]) -> list[tuple[torch.Tensor, torch
     return [(layer.keys[0], layer.values[0]) for layer in cache.layers]
 
 
+def recalled(network: Any, prompt: list[int], kept: list[int], chunk_size: int, count: int) -> list[int]:
+    """Return ``count`` greedy ids behind ``prompt``, of whose whole chunks only ``kept`` is left."""
+    length = len(prompt) // chunk_size * chunk_size
+    kv = kv_of(network, prompt, length)
+    inside = [index for index in kept if index < length]
+    if len(inside) < length:
+        kv = dropped(network, kv, inside)
+    if length == len(prompt):
+        # An engine that has found every token computes the last one again.
+        kv, length = kv[:, :, :-1], length - 1
+    return decoded(network, kv, prompt[length:], count)
+
+
 def kv_of(network: Any, prompt: list[int], length: int) -> torch.Tensor:
     """Return the KV of the first ``length`` tokens that transformers computes, ``[2, L, length, D]``."""
     layers = prefilled(network, prompt)

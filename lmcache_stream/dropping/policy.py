@@ -21,7 +21,7 @@ class DropPolicy(ABC):
     """Keeps the tokens with the highest scores, one list of tokens for all layers and heads.
 
     LMCache keeps whole tokens (``[2, L, T, D]``), so that budgets a head or a layer cannot be had: scores
-    are averaged over heads, then over layers.
+    are averaged over heads, then over layers, where a policy does not say otherwise.
 
     Attributes:
         ratio: the share of the prefix to drop, 0 to below 1; this or ``budget``.

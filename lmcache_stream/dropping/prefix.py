@@ -120,7 +120,9 @@ def _by_head(queries: Tensor, prefix: CachedPrefix) -> Tensor:
     num_kv_heads, head_size = prefix.num_kv_heads, prefix.head_size
     given = list(queries.shape)
     flat = queries[0] if queries.dim() == 4 and queries.shape[0] == 1 else queries
-    fits = flat.dim() == 3 and flat.shape[0] == layers and 1 <= flat.shape[1] <= num_tokens + prefix.num_behind
+    fits = (
+        flat.dim() == 3 and flat.shape[0] == layers and 1 <= flat.shape[1] <= num_tokens + prefix.num_behind
+    )
     if not fits or flat.shape[2] % (num_kv_heads * head_size):
         raise InvalidRequestError(
             f"queries of shape {given} are not [L, W, query heads x head size] of the last W tokens, for "

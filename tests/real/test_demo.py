@@ -24,8 +24,16 @@ def test_the_demo_s_answers_are_those_of_transformers(installed: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     network = model(torch.float32)
-    comparisons = json.loads(done.stdout)["documents"]
-    assert len(comparisons) == 3
+    result = json.loads(done.stdout)
+    assert len(result["recall"]) == 3
+    for asked in result["recall"]:
+        assert [answer["policy"] for answer in asked["answers"]][:2] == [None, "RandomDrop"]
+        for answer in asked["answers"]:
+            prompt, count = asked["prompt_token_ids"], len(answer["token_ids"])
+            wanted = reference.recalled(network, prompt, answer["kept"], 32, count)
+            assert answer["token_ids"] == wanted, answer["policy"]
+    comparisons = result["documents"]
+    assert len(comparisons) == 1
     for found in comparisons:
         prompt = found["prompt_token_ids"]
         length = len(prompt) // 32 * 32
