@@ -221,7 +221,7 @@ class AsyncLMCacheStream:
             timeout: seconds to wait for the KV, and again for every chunk of the edit to be stored.
             poll_interval: the longest pause between two looks, in seconds.
             min_tokens: the shortest prefix to edit at the deadline; the whole one by default.
-                    queries: for policies that need them: ``HFQueries``, which also sees what is behind the prefix;
+            queries: for policies that need them: ``HFQueries``, which also sees what is behind the prefix;
                 or ``[L, W, query heads x head size]``, rotated, of the prefix's last W tokens, or what
                 returns them for ``(kv, tokens)``.
 
