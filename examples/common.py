@@ -1,4 +1,4 @@
-"""What both token-dropping examples share: arguments, text, tokenizer and the table at the end."""
+"""What both examples of ``keep`` share: arguments, text, tokenizer and the table at the end."""
 
 from __future__ import annotations
 
@@ -77,22 +77,25 @@ def default_text() -> str:
 
 
 def find_model_path(settings: Settings) -> str:
-    """Return the model's path, which is its name in LMCache: the engine lists it as ``root``."""
-    if settings.model_path:
-        return settings.model_path
-    url = f"{settings.engine_url}/v1/models"
+    """Return the model's path, which is its name in LMCache."""
+    return settings.model_path or find_model_root(settings.engine_url, settings.model, settings.api_key)
+
+
+def find_model_root(engine_url: str, model: str, api_key: str | None) -> str:
+    """Return the path of a served model, which the engine lists as its ``root``."""
+    url = f"{engine_url}/v1/models"
     request = urllib.request.Request(url)
-    if settings.api_key:
-        request.add_header("Authorization", f"Bearer {settings.api_key}")
+    if api_key:
+        request.add_header("Authorization", f"Bearer {api_key}")
     try:
         with urllib.request.urlopen(request, timeout=10) as response:
             models = json.load(response)["data"]
-        paths = {model["id"]: model["root"] for model in models}
+        paths = {listed["id"]: listed["root"] for listed in models}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise SystemExit(f"no list of models from {url}: {error}; is vLLM running there?") from None
-    if settings.model not in paths:
-        raise SystemExit(f"the engine serves no model {settings.model!r}, but: {', '.join(paths)}")
-    return str(paths[settings.model])
+    if model not in paths:
+        raise SystemExit(f"the engine serves no model {model!r}, but: {', '.join(paths)}")
+    return str(paths[model])
 
 
 def load_tokenizer(name: str) -> Any:
