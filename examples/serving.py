@@ -46,10 +46,10 @@ class Servers:
 @asynccontextmanager
 async def open_servers(args: argparse.Namespace) -> AsyncIterator[Servers]:
     """Start the embedded stack, or connect to the servers that ``--engine-url`` and its like name."""
+    hide_progress_bars()
     if args.engine_url is None:
         from lmcache_stream.embedded import EmbeddedStack
 
-        hide_progress_bars()
         async with EmbeddedStack(args.model) as stack, stack.connect() as cache:
             yield Servers(cache, stack.post_completion, stack.tokenizer, stack.model_name)
         return
@@ -85,7 +85,7 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--model", help="a folder or Hub id (SmolLM2-135M-Instruct); of a real vLLM the name in its API")
     add("--picture", type=_png, metavar="FILE.png", help="draw what was kept")
-    add("--max-tokens", type=positive, default=16, metavar="N", help="tokens of an answer (16)")
+    add("--max-tokens", type=positive, default=14, metavar="N", help="tokens of an answer (14)")
     real = parser.add_argument_group("real servers instead of the embedded stack").add_argument
     real("--engine-url", help="vLLM, e.g. http://localhost:8000")
     real("--cache-url", default="tcp://localhost:5555", help="LMCache's --port (tcp://localhost:5555)")
