@@ -60,8 +60,8 @@ def test_a_template_that_changes_the_text_is_refused() -> None:
 
 def test_tasks_of_many_seeds() -> None:
     tokenizer = CharacterTokenizer()
-    asked: set[str] = set()
-    places: set[int] = set()
+    asked: set[int] = set()
+    places: set[float] = set()
     for seed in range(30):
         task = make_task(tokenizer, seed=seed, prompt_tokens=2000)
         assert task == make_task(tokenizer, seed=seed, prompt_tokens=2000)
