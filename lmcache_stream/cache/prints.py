@@ -23,10 +23,9 @@ def is_finite_kv(kv: Tensor) -> bool:
 
 
 def _is_finite(rows: Tensor) -> bool:
-    # NaN and infinities stay in a sum, which is several times faster than looking at each element; a sum
-    # of numbers that are merely large is looked at again.
-    total = rows.sum(dtype=torch.promote_types(rows.dtype, torch.float32))
-    return bool(total.isfinite()) or bool(rows.isfinite().all())
+    # NaN and infinities stay in a sum, which is several times faster than looking at each element; where
+    # numbers that are merely large add up to infinity, each is looked at after all.
+    return bool(rows.sum().isfinite()) or bool(rows.isfinite().all())
 
 
 def plane_print(plane: Tensor) -> Tensor:
