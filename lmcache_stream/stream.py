@@ -298,13 +298,5 @@ class AsyncLMCacheStream:
         return f"<AsyncLMCacheStream {self._stream_id[:8]} {counts} edits={len(state.edits)}>"
 
 
-def create_request(
-    ctx: AsyncLMCacheContext,
-    post_completion: PostCompletion,
-    prompt_token_ids: Sequence[int],
-    cache_salt: str = "",
-    *,
-    isolation: Literal["fork", "shared"] = "fork",
-) -> AsyncLMCacheStream:
-    """Return a new stream; see ``AsyncLMCacheStream``."""
-    return AsyncLMCacheStream(ctx, post_completion, prompt_token_ids, cache_salt, isolation=isolation)
+create_request = AsyncLMCacheStream
+"""``AsyncLMCacheStream`` under the name that LMCache's own sdk has for it."""

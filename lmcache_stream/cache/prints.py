@@ -24,8 +24,10 @@ def is_finite_kv(kv: Tensor) -> bool:
 
 def _is_finite(rows: Tensor) -> bool:
     # NaN and infinities stay in a sum, which is several times faster than looking at each element; where
-    # numbers that are merely large add up to infinity, each is looked at after all.
-    return bool(rows.sum().isfinite()) or bool(rows.isfinite().all())
+    # numbers that are merely large add up to infinity, each is looked at after all. float16 ends too soon
+    # for that to be rare.
+    wide = torch.float32 if rows.dtype == torch.float16 else None
+    return bool(rows.sum(dtype=wide).isfinite()) or bool(rows.isfinite().all())
 
 
 def plane_print(plane: Tensor) -> Tensor:
