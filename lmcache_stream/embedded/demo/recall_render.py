@@ -67,18 +67,16 @@ def recall_table(recall: Recall) -> Table:
         ),
         title_justify="left",
     )
-    table.add_column("KV")
-    table.add_column(f"{task.answer_start} ...")
-    table.add_column("")
-    for name in ("tokens", f"of the fact's {fact}", "edit", "first token"):
-        table.add_column(name, justify="right")
+    for name in ("KV", "answer", "", "tokens", "of the fact", "edit", "first token"):
+        figure = name not in ("KV", "answer", "")
+        table.add_column(name, no_wrap=True, justify="right" if figure else "left")
     for answer in recall.answers:
         table.add_row(
             answer.policy or "whole",
-            Text(answer.text.strip()),
+            Text(" ".join(answer.text.split())),
             "right" if answer.is_right else "wrong",
             str(len(answer.kept_indices)),
-            str(answer.fact_kept),
+            f"{answer.fact_kept} of {fact}",
             "-" if answer.edit is None else f"{answer.edit.seconds:.2f} s",
             "-" if answer.ttft is None else f"{answer.ttft:.2f} s",
         )

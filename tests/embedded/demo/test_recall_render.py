@@ -36,7 +36,7 @@ EDIT = lms.EditReport(
 EDITED = replace(
     WHOLE,
     policy="KeyDiff",
-    text=" [b]1111.",
+    text=" [b]11\n11.",
     is_right=False,
     kept_indices=tuple(range(52)),
     fact_kept=7,
@@ -63,8 +63,8 @@ def test_a_row_for_each_way_to_edit(width: int) -> None:
     assert lines[1].strip() == "What is the secret code of Frank? (2222)"
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines if "│" in line]
     assert rows == [
-        ["whole", "2222.", "right", "100", "12", "-", "0.25 s"],
-        ["KeyDiff", "[b]1111.", "wrong", "52", "7", "0.12 s", "-"],
+        ["whole", "2222.", "right", "100", "12 of 12", "-", "0.25 s"],
+        ["KeyDiff", "[b]11 11.", "wrong", "52", "7 of 12", "0.12 s", "-"],
     ]
 
 
