@@ -67,7 +67,7 @@ def recall_table(recall: Recall) -> Table:
         ),
         title_justify="left",
     )
-    for name in ("KV", "answer", "", "tokens", "of the fact", "edit", "first token"):
+    for name in ("KV", "answer", "", "tokens", "fact", "edit", "TTFT"):
         figure = name not in ("KV", "answer", "")
         table.add_column(name, no_wrap=True, justify="right" if figure else "left")
     for answer in recall.answers:
