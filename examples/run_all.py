@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
+_LONGEST = 600.0
 FOLDER = Path(__file__).parent
 SCRIPTS = ("random_drop.py", "streaming_llm.py", "snapkv.py", "rkv.py", "decode_time_dropping.py")
 
@@ -32,7 +33,12 @@ def run(path: Path, pictures: Path) -> str:
     # Two processes with threads for every core each would wait for each other.
     environment = {"OMP_NUM_THREADS": "1", **os.environ}
     done = subprocess.run(
-        [sys.executable, *arguments], env=environment, capture_output=True, text=True, check=False
+        [sys.executable, *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=_LONGEST,
     )
     print(f"{path.relative_to(FOLDER)}: {time.monotonic() - started:.0f} s", flush=True)
     if done.returncode:
