@@ -368,7 +368,7 @@ async def test_closing_a_server_that_is_gone_does_not_wait(server: FakeLMCache) 
 async def test_closing_ends_what_waits_with_a_closed_error(
     server: FakeLMCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lmcache_stream.cache.context._CLOSE_GRACE", 0.1)
+    monkeypatch.setattr("lmcache_stream.cache.lifecycle._CLOSE_GRACE", 0.1)
     context = await connecting(server)
     kv = random_kv(12)
     await context.store(kv, TOKENS)
@@ -393,7 +393,7 @@ async def test_closing_ends_what_waits_with_a_closed_error(
 async def test_a_cancel_while_closing_is_still_a_cancel(
     server: FakeLMCache, monkeypatch: pytest.MonkeyPatch, turns: int
 ) -> None:
-    monkeypatch.setattr("lmcache_stream.cache.context._CLOSE_GRACE", 0)
+    monkeypatch.setattr("lmcache_stream.cache.lifecycle._CLOSE_GRACE", 0)
     context = await connecting(server)
     await context.store(random_kv(12), TOKENS)
     server.silent = {"prepare_retrieve"}
