@@ -14,19 +14,21 @@ from ..errors import CacheConnectError, CacheError, CacheTimeoutError, ClosedErr
 from . import layouts
 from .fillings import Filling, GivenKV
 from .holds import Holds
+from .keyed_locks import KeyedLocks
 from .lookups import Lookups, PrefixLease
 from .messages import COMMIT_STORE, PREPARE_STORE, Encoded, StoreContext
 from .peer import LATE_SECONDS, Peer
 from .pickled import dump_chunks
-from .serial import KeyedLocks
 from .shared_memory import SharedPool
 
 __all__ = ["Transfers"]
 
 
 class Transfers:
-    """Moves chunks. A store that was begun runs to its end in the peer's background, whatever becomes of
-    the caller: what the server reserved is filled.
+    """Moves chunks to the server and back.
+
+    A store that was begun runs to its end in the peer's background, whatever becomes of the caller: what the
+    server reserved is filled.
 
     The server keys a transfer by client, tokens, range, worker and salt and knows nothing of the
     request id, so that equal transfers must not overlap.

@@ -1,4 +1,4 @@
-"""A lock for each key."""
+"""Locks by key, for what must not overlap with its like."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class KeyedLocks:
         self._users: Counter[Any] = Counter()
 
     async def acquire(self, key: Any) -> Callable[[], None]:
-        """Wait for the lock of ``key`` and return what releases it, once however often it is called."""
+        """Wait for the lock of ``key`` and return what releases it; further calls of that do nothing."""
         lock = self._locks.setdefault(key, asyncio.Lock())
         self._users[key] += 1
         try:
