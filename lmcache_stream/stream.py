@@ -289,7 +289,7 @@ class AsyncLMCacheStream:
             layout_spread=self._context.layout_spread,
         )
         behind = [*ids[whole:], *tail, *state.suffix]
-        origins = kept and (*kept, *state.origins[before:], *state.suffix_origins)
+        origins = None if kept is None else (*kept, *state.origins[before:], *state.suffix_origins)
         state.replace(ids[:whole], behind, salt, report, prints, origins)
 
     def __repr__(self) -> str:

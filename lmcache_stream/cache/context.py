@@ -170,7 +170,13 @@ class AsyncLMCacheContext(Lifecycle):
         )
 
     def check_kv(self, kv: torch.Tensor, num_tokens: int) -> None:
-        """Raise unless ``kv`` is what the cache can hold for ``num_tokens`` tokens."""
+        """Raise unless ``kv`` is ``[2, L, T, D]`` of ``num_tokens`` tokens, of the cache's dtype.
+
+        Raises:
+            InvalidRequestError: another shape or dtype.
+            GeometryError: the engine's dtype is not known yet; retrieve first or pass geometry=.
+            LayoutError: KV of a model that can only be retrieved.
+        """
         if self._knowledge.is_assumed:
             raise GeometryError(
                 "the engine's KV dtype is not known before something was retrieved: retrieve first, or "
@@ -224,7 +230,7 @@ class AsyncLMCacheContext(Lifecycle):
                 return
             tokens = lease.tokens[: len(held.chunks) * self.chunk_size]
             await self._knowledge.check_layout(held.chunks, tokens)
-            yield HeldPrefix(held, tokens, self._peer, self._stores, self._workers)
+            yield HeldPrefix(held.chunks, tokens, held.granted, self._peer, self._stores, self._workers)
 
     async def fingerprint(self, kv: torch.Tensor) -> torch.Tensor:
         """Return sums over the bits of each chunk of ``kv`` (``[2, L, T, D]``): int64 ``[T / c, 2]``."""

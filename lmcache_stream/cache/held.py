@@ -15,7 +15,6 @@ from ..rope import RopeConfig
 from . import layouts
 from .edit import check_kept
 from .fillings import DroppedTokens
-from .holds import HeldChunks
 from .layout_check import layer0_rows
 from .peer import LATE_SECONDS, Peer
 from .stores import Stores
@@ -26,17 +25,30 @@ __all__ = ["HeldPrefix"]
 class HeldPrefix:
     """The KV of a prefix in the server's own memory, where it has that, locked against eviction.
 
+    Args:
+        chunks: one tensor a chunk in the engine's layout, not to be written into.
+        tokens: its token ids, whole chunks.
+        granted: ``time.monotonic()`` before the lookup that locked it.
+        peer: the server.
+        stores: what an edit is stored through.
+        workers: those that edits run in; see ``tensor_workers``.
+
     Attributes:
         tokens: its token ids, whole chunks.
     """
 
     def __init__(
-        self, held: HeldChunks, tokens: list[int], peer: Peer, stores: Stores, workers: Workers
+        self,
+        chunks: list[Tensor],
+        tokens: list[int],
+        granted: float,
+        peer: Peer,
+        stores: Stores,
+        workers: Workers,
     ) -> None:
-        assert held.chunks is not None
         self.tokens = tokens
-        self._held = held
-        self._chunks = held.chunks
+        self._chunks = chunks
+        self._granted = granted
         self._peer = peer
         self._stores = stores
         self._workers = workers
@@ -64,7 +76,7 @@ class HeldPrefix:
         return (await self._stores.transfers.decode(chunks))[:, :, -count:]
 
     async def kv(self) -> Tensor:
-        """Return all of it, ``[2, L, T, D]``, private and writable."""
+        """Return all of it, ``[planes, L, T, D]``, private and writable."""
         return await self._stores.transfers.decode(self._chunks)
 
     async def drop(
@@ -91,7 +103,7 @@ class HeldPrefix:
         filling = DroppedTokens(self._chunks, kept, rope, self._peer.geometry, self._workers)
         tokens = [self.tokens[index] for index in kept.tolist()]
         complete = await self._stores.fill(filling, tokens, cache_salt, deadline=deadline)
-        if time.monotonic() - self._held.granted > LATE_SECONDS:
+        if time.monotonic() - self._granted > LATE_SECONDS:
             raise CacheTimeoutError(
                 f"the edit took longer than LMCache keeps its read locks ({LATE_SECONDS:g} s), so that the "
                 "prefix may have been evicted meanwhile: nothing of it is used"

@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from ..errors import InvalidRequestError
 from .prefix import CachedPrefix
 
 __all__ = ["window_attention"]
@@ -22,8 +23,14 @@ def window_attention(prefix: CachedPrefix, layer: int, window: int) -> Tensor:
         prefix: with queries; fewer than ``window`` of them give as many rows as there are.
         layer: index of the layer.
         window: queries to take, from the end.
+
+    Raises:
+        InvalidRequestError: the prefix has no queries.
     """
-    assert prefix.queries is not None
+    if prefix.queries is None:
+        raise InvalidRequestError(
+            "the attention of a prefix without queries: set needs_queries in the policy"
+        )
     queries = prefix.queries[layer, -window:].float()
     keys = prefix.keys[layer].float()
     rows, num_query_heads, head_size = queries.shape
