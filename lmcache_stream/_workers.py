@@ -19,7 +19,6 @@ T = TypeVar("T")
 U = TypeVar("U")
 _Job = tuple[Callable[[], Any], Callable[[Any, BaseException | None], None]]
 
-
 # An interpreter that ends while a thread is inside torch is aborted. It waits, but no longer than this.
 _EXIT_SECONDS = 1.0
 _PAUSE = 0.005
@@ -29,13 +28,13 @@ _all: weakref.WeakSet[Workers] = weakref.WeakSet()
 class Workers:
     """At most ``limit`` daemon threads, made as they are needed, that end with their owner.
 
+    anyio's worker threads would live on until the event loop ends. For those of an executor of the standard
+    library an exiting interpreter waits, however long a caller's code takes.
+
     Args:
         name: of the threads.
         limit: the most of them; one a core and at most 8 by default.
         on_start: called first in each.
-
-    Neither anyio's worker threads, which live on until the event loop ends, nor an executor of the
-    standard library, whose threads an exiting interpreter waits for, however long a caller's code takes.
     """
 
     def __init__(
@@ -85,15 +84,15 @@ class Workers:
     async def run_each(self, function: Callable[[U], T], arguments: Iterable[U]) -> list[T]:
         """Run ``function`` on each argument, side by side, and return the results in order.
 
-        Comes back when nothing of it runs any more, unless the caller is cancelled; then it raises the
-        error of the first argument that has one.
+        Waits for all of them, and then raises the error of the first argument that has one. A cancelled
+        caller leaves at once: what runs goes on, what has not begun never does.
         """
         outcomes = [self._begin(function, one) for one in arguments]
         try:
             if outcomes:
                 await asyncio.wait(outcomes)
         finally:
-            # What has not begun then never does.
+            # Only a cancelled caller leaves any undone.
             for one in outcomes:
                 one.cancel()
         errors = [error for one in outcomes if (error := one.exception()) is not None]

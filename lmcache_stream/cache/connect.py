@@ -39,9 +39,9 @@ class connect:  # noqa: N801 - read as a function: `await connect(...)`, `async 
         geometry: the KV's shape, for models whose engine and configuration do not tell it.
         model_config: a Hugging Face configuration (object, dict, folder or config.json). Without it,
             ``config.json`` in a folder ``model_name``, else the local Hub cache.
+        max_model_len: the engine's longest sequence, which longrope models need.
         queries: also open the cache in which an engine that is patched for it keeps its queries, for
-            policies that need some. No stock vLLM does that.
-        max_model_len: the engine's limit of a sequence, which longrope models need.
+            policies that need them. No stock vLLM does that.
         rope: the model's rotary embedding, for models whose configuration this library does not
             read; by default it is read from the configuration.
         layout: the chunks' layout, where it is not what status and configuration say (see ``KVGeometry``);
@@ -51,9 +51,9 @@ class connect:  # noqa: N801 - read as a function: `await connect(...)`, `async 
         timeouts: deadlines in seconds.
 
     Raises:
-        InvalidRequestError: a URL without scheme or host.
-        GeometryError: an unknown model (the registered ones are named), or a KV shape that is
-            unknown, contradictory or not supported.
+        InvalidRequestError: a URL without scheme or host, no model name, or ``layout="auto"`` unchecked.
+        GeometryError: an unknown model (the registered ones are named), an unknown layout, or a KV shape
+            that is unknown, contradictory or not supported.
         CacheConnectError, CacheTimeoutError: nothing there, something else there, or silence.
     """
 

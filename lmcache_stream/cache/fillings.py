@@ -87,7 +87,7 @@ class DroppedTokens(Filling):
         kept: int64 ``[n]``, which of its tokens to keep; n is a multiple of a chunk.
         rope: how the model rotates.
         geometry: of all chunks.
-        workers: single-threaded ones.
+        workers: threads in each of which torch computes by itself; see ``tensor_workers``.
     """
 
     may_spoil = True

@@ -18,6 +18,8 @@ from .messages import ChunkMismatchError
 from .model_config import ModelConfig
 from .peer import Peer
 
+__all__ = ["Knowledge"]
+
 logger = logging.getLogger(__name__)
 
 
@@ -26,8 +28,8 @@ class Knowledge:
 
     Attributes:
         is_assumed: whether dtype and layout are an assumption that no chunk has confirmed.
-        spread: of layer 0's keys of equal tokens, once that was measured (see selfcheck); None before, or
-            where the check is off or could not be made.
+        spread: of layer 0's keys of equal tokens (see ``measure_spread``), once that was measured; None
+            before, or where the check is off or could not be made.
     """
 
     def __init__(

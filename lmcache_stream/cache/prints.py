@@ -18,7 +18,7 @@ def is_finite(plane: Tensor) -> bool:
 
 
 def is_finite_kv(kv: Tensor) -> bool:
-    """Tell the same of ``kv``, ``[2, L, T, D]``."""
+    """Tell whether ``kv``, ``[2, L, T, D]`` of any strides, holds neither NaN nor infinities."""
     return all(is_finite(layer) for plane in kv for layer in plane)
 
 

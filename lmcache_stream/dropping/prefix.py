@@ -24,10 +24,10 @@ class CachedPrefix:
         tokens: the T token ids.
         num_kv_heads: H.
         head_size: d.
-        queries: ``[L, W, Hq, d]``, rotated, of the last W of the T tokens, or None. Hq is a multiple of H:
-            query heads ``g * Hq / H`` to ``(g + 1) * Hq / H - 1`` attend to KV head ``g``.
-        num_behind: how many tokens follow the T ones, in no whole chunk, whose queries are there as well: the
-            W rows are then those of the last of all ``T + num_behind``.
+        queries: ``[L, W, Hq, d]``, rotated, of the last W of the ``T + num_behind`` tokens, or None. Hq is a
+            multiple of H: query heads ``g * Hq / H`` to ``(g + 1) * Hq / H - 1`` attend to KV head ``g``.
+        num_behind: how many tokens follow the T ones, in no whole chunk: they have queries, but no keys here.
+        num_tokens: T.
     """
 
     keys: Layers
@@ -101,8 +101,9 @@ class CachedPrefix:
         return made if queries is None else replace(made, queries=_by_head(queries, made))
 
     def select(self, kept: Tensor) -> CachedPrefix:
-        """Return the prefix of these tokens (int64 ``[n]``, increasing); the rows of queries that are left
-        are those of the last tokens that are left.
+        """Return the prefix of some of the tokens, int64 ``[n]``, increasing.
+
+        It has queries only where all tokens of the prefix that they belong to are kept.
         """
         queries = self.queries
         if queries is not None:
