@@ -52,6 +52,58 @@ async def test_a_cancelled_caller_leaves_at_once_and_the_thread_goes_on() -> Non
     workers.close()
 
 
+async def test_each_is_run_side_by_side_and_the_results_keep_their_order() -> None:
+    workers = Workers("lmcache-stream test", 3)
+    together = threading.Barrier(3)
+
+    def work(number: int) -> int:
+        together.wait(20)
+        time.sleep(0.01 * (3 - number))
+        return 10 * number
+
+    assert await workers.run_each(work, range(3)) == [0, 10, 20]
+    assert await workers.run_each(work, []) == []
+    workers.close()
+
+
+async def test_the_first_error_of_each_comes_when_all_have_ended() -> None:
+    workers = Workers("lmcache-stream test", 4)
+    ended: list[int] = []
+
+    def work(number: int) -> None:
+        time.sleep(0.02 * (4 - number))
+        ended.append(number)
+        if number in (1, 3):
+            raise ValueError(number)
+
+    with pytest.raises(ValueError, match=r"^1$"):
+        await workers.run_each(work, range(4))
+    assert sorted(ended) == [0, 1, 2, 3]
+    workers.close()
+
+
+async def test_what_a_cancelled_caller_had_not_begun_is_never_done() -> None:
+    workers = Workers("lmcache-stream test", 1)
+    begun, go = threading.Event(), threading.Event()
+    done: list[int] = []
+
+    def work(number: int) -> None:
+        begun.set()
+        assert go.wait(20)
+        done.append(number)
+
+    running = asyncio.create_task(workers.run_each(work, range(3)))
+    while not begun.is_set():
+        await asyncio.sleep(0.005)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    go.set()
+    await workers.settle()
+    assert done == [0]
+    workers.close()
+
+
 # Longer than a job that must be waited for, and one that must not hold the interpreter up.
 @pytest.mark.parametrize(("seconds", "ends"), [(0.4, True), (60, False)])
 def test_an_exiting_interpreter_waits_for_a_running_job_but_not_for_long(seconds: float, ends: bool) -> None:
