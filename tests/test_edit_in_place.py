@@ -182,7 +182,7 @@ async def test_equal_prefixes_at_once_do_not_wait_for_each_other(
     policy = Waiting(ratio=0.5, sinks=1, window=1, asked=threading.Event(), go_on=threading.Event())
     slow, quick = new_stream(context, server), new_stream(context, server)
     edit = asyncio.create_task(slow.modify_kv(policy))
-    await asyncio.to_thread(policy.asked.wait, 10)
+    assert await asyncio.to_thread(policy.asked.wait, 10)
     try:
         await quick.modify_kv(lms.keep(KEPT))
         assert torch.equal(await context.retrieve(PREFIX), kv)  # type: ignore[arg-type]
@@ -228,11 +228,10 @@ async def test_a_cancel_at_every_await_leaves_no_lock_and_the_stream_as_it_was(
 
 
 async def test_the_pool_is_not_held_by_an_error_that_somebody_keeps(
-    context: lms.AsyncLMCacheContext, server: FakeLMCache
+    context: lms.AsyncLMCacheContext, server: FakeLMCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server.put(PREFIX, some_kv())
     seen: list[list[Tensor]] = []
-    monkeypatch = pytest.MonkeyPatch()
     enter = holds.Holds._enter
 
     async def looked_at(self: holds.Holds, lease: object) -> tuple[holds.HeldChunks, bool]:
@@ -241,8 +240,7 @@ async def test_the_pool_is_not_held_by_an_error_that_somebody_keeps(
         seen.append(held.chunks)
         return held, is_own
 
-    with monkeypatch.context() as patch:
-        patch.setattr(holds.Holds, "_enter", looked_at)
-        with pytest.raises(lms.InvalidRequestError):
-            await new_stream(context, server).modify_kv(KeyDiff(budget=4, sinks=4, window=4))
+    monkeypatch.setattr(holds.Holds, "_enter", looked_at)
+    with pytest.raises(lms.InvalidRequestError):
+        await new_stream(context, server).modify_kv(KeyDiff(budget=4, sinks=4, window=4))
     assert seen == [[]]

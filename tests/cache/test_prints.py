@@ -68,5 +68,5 @@ def test_large_numbers_are_finite_though_their_sum_is_not(dtype: torch.dtype) ->
     assert is_finite(torch.full((4000, 2, 8), torch.finfo(dtype).max, dtype=dtype))
 
 
-def test_nothing_is_finite() -> None:
+def test_a_plane_of_no_tokens_is_finite() -> None:
     assert is_finite(torch.empty(0, 2, 8))
