@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -19,6 +20,15 @@ CHUNK_SIZE = 16
 @pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_llama(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="session")
+def endless_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model, but no token ends its answers."""
+    folder = write_tiny_llama(tmp_path_factory.mktemp("endless"))
+    path = folder / "generation_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "eos_token_id": []}))
+    return folder
 
 
 @pytest.fixture(scope="session")

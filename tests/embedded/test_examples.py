@@ -89,9 +89,9 @@ def test_what_is_kept_adds_up_and_is_answered_from(script: str, model: CausalMod
     check_picture(picture)
 
 
-def test_decoded_tokens_are_dropped_as_well(model: CausalModel, tmp_path: Path) -> None:
+def test_decoded_tokens_are_dropped_as_well(endless_folder: Path, tmp_path: Path) -> None:
     picture = tmp_path / "kept.png"
-    arguments = ("--model", model.name, "--rounds", 4, "--picture", picture)
+    arguments = ("--model", endless_folder, "--rounds", 4, "--picture", picture)
     code, output, errors = run("decode_time_dropping.py", *arguments)
     assert (code, errors) == (0, "")
     rounds = re.findall(r"^edit (\d): (\d+) tokens of KV, (\d+) kept$", output, re.MULTILINE)
