@@ -74,4 +74,5 @@ def main() -> None:
     context.close()
 
 
-main()
+if __name__ == "__main__":
+    main()
