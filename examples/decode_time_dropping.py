@@ -29,7 +29,7 @@ async def main(args: argparse.Namespace) -> None:
     async with open_servers(args) as servers:
         chunk = servers.cache.chunk_size
         # A prompt of any length: there will be whole chunks once something is decoded.
-        prompt = build_prompt(servers.tokenizer, 1, args.request, question="")
+        prompt = build_prompt(servers.tokenizer, chunk_size=1, text=args.request, question="")
         policy = RKV(budget=args.budget * chunk, window=args.window)
         queries = HFQueries(servers.model, window=args.window)
         stream = lms.create_request(servers.cache, servers.engine, prompt.token_ids)

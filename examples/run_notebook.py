@@ -1,6 +1,6 @@
 """Run a notebook and write it, with its outputs, to stdout.
 
-python examples/run_notebook.py examples/notebooks/snapkv.ipynb > /tmp/snapkv.ipynb
+python examples/run_notebook.py examples/notebooks/snapkv.ipynb > snapkv.ipynb
 """
 
 from __future__ import annotations
