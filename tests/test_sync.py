@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import signal
 import subprocess
 import sys
@@ -88,6 +89,9 @@ def test_the_async_context_s_errors_come_through(server: FakeLMCache) -> None:
         assert context.store(kv_of(PROMPT[:8], SHAPE), PROMPT[:8])
         assert context.lookup(PROMPT) == 8
         assert (context.chunk_size, context.geometry, context.model_name) == (4, GEOMETRY, "model")
+        assert context.layout_spread is None
+        with pytest.raises(lms.GeometryError, match="model_config="):
+            _ = context.rope
     context.close()
     with pytest.raises(lms.ClosedError):
         context.lookup(PROMPT)
@@ -234,6 +238,44 @@ def test_the_names_are_those_of_the_asynchronous_side() -> None:
     asynchronous = {name for name in lms.__all__ if "Async" not in name}
     assert asynchronous <= set(sync.__all__)
     assert all(hasattr(sync, name) for name in sync.__all__)
+
+
+# What streams use of a context; not for callers of the blocking side.
+SEAM = {"check_kv", "edit_workers", "fingerprint", "hold", "pin", "read", "unpin", "unpin_soon"}
+
+
+def public(kind: type) -> set[str]:
+    """Return the public names of a class, closing under its blocking name."""
+    return {name.replace("aclose", "close") for name in dir(kind) if not name.startswith("_")}
+
+
+@pytest.mark.parametrize(
+    ("asynchronous", "blocking", "seam"),
+    [
+        (lms.AsyncLMCacheContext, sync.LMCacheContext, SEAM),
+        (lms.AsyncLMCacheStream, sync.LMCacheStream, set()),
+        (lms.Generation, sync.Generation, set()),
+        (lms.VLLMCompletions, sync.VLLMCompletions, set()),
+    ],
+)
+def test_each_class_has_the_names_of_its_asynchronous_side(
+    asynchronous: type, blocking: type, seam: set[str]
+) -> None:
+    assert public(asynchronous) - seam <= public(blocking)
+
+
+@pytest.mark.parametrize("name", ["generate", "open_generation", "retrieve_kv", "update_kv", "modify_kv"])
+def test_a_stream_s_operations_take_the_same_arguments(name: str) -> None:
+    asynchronous, blocking = (
+        inspect.signature(getattr(kind, name)).parameters
+        for kind in (lms.AsyncLMCacheStream, sync.LMCacheStream)
+    )
+    assert dict(asynchronous) == dict(blocking)
+
+
+def test_connect_takes_the_same_arguments() -> None:
+    wanted = list(inspect.signature(lms.connect.__init__).parameters.values())[1:]
+    assert list(inspect.signature(sync.connect).parameters.values()) == wanted
 
 
 def test_a_forgotten_context_warns(server: FakeLMCache) -> None:

@@ -40,6 +40,16 @@ class LMCacheContext:
         """The model's name on the cache server."""
         return self._context.model_name
 
+    @property
+    def rope(self) -> RopeConfig:
+        """The model's rotary embedding; see ``AsyncLMCacheContext.rope``."""
+        return self._context.rope
+
+    @property
+    def layout_spread(self) -> float | None:
+        """What the check of layout and RoPE measured; see ``AsyncLMCacheContext.layout_spread``."""
+        return self._context.layout_spread
+
     def lookup(self, tokens: Sequence[int], cache_salt: str = "") -> int:
         """See ``AsyncLMCacheContext.lookup``."""
         return self._portal.call(self._context.lookup, tokens, cache_salt)
