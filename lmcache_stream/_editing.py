@@ -98,7 +98,7 @@ async def apply_edit(
         if isinstance(fn, Keep | Policy) and own_salt is not None and not callable(queries):
             return await _drop_where_it_lies(context, fn, held, queries, own_salt, timeout)
         kv = await held.kv()
-    # The locks are given back before any code of a caller's runs, which may take long.
+    # A caller's function may take long: it runs when the locks are given back.
     tokens = list(held.tokens)
     if isinstance(fn, Keep):
         return await _drop(context, kv, tokens, fn.kept_indices(len(tokens)))
@@ -135,6 +135,7 @@ async def _drop_where_it_lies(
     cache_salt: str,
     timeout: float,
 ) -> AppliedEdit:
+    """Choose and move in the server's memory; the prefix stays locked, also while a policy scores."""
     tokens = list(held.tokens)
     if isinstance(fn, Keep):
         kept = fn.kept_indices(len(tokens))
