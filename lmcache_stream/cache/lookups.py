@@ -34,7 +34,7 @@ class PrefixLease:
         chunks: chunks that were found; no more than these are locked.
         released: whether the locks are given back, or somebody else has taken that on.
         granted: ``time.monotonic()`` before the lookup.
-        connection: which of the connections to the server it was made on.
+        connection: which of the connections to the server its result came on.
     """
 
     tokens: list[int]
@@ -119,6 +119,8 @@ class Lookups:
                 chunks = await peer.call(QUERY_PREFETCH_STATUS, lease.request_id, deadline=LATE_SECONDS)
                 if chunks is not None:
                     lease.chunks = min(chunks, len(lease.tokens) // peer.chunk_size)
+                    # Of a server that came back just now the lookup itself may have been the first to hear.
+                    lease.connection = peer.requests.connections
                     return
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, _LONGEST_PAUSE)

@@ -232,6 +232,18 @@ async def test_a_restarted_server_is_registered_with_again(context: Context, ser
     assert torch.equal(found, kv)
 
 
+async def test_the_first_lookup_after_a_restart_gives_its_locks_back(
+    context: Context, server: FakeLMCache
+) -> None:
+    await server.stop(killed=True)
+    await server.start()
+    server.put(TOKENS, random_kv(12))
+    with anyio.fail_after(10):
+        while await _found_or_broken(context) != 12:
+            await asyncio.sleep(0.05)
+    assert server.locked == (0, 0)
+
+
 async def _found_or_broken(context: Context) -> int | None:
     try:
         return await context.lookup(TOKENS)
