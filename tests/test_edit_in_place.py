@@ -244,3 +244,27 @@ async def test_the_pool_is_not_held_by_an_error_that_somebody_keeps(
     with pytest.raises(lms.InvalidRequestError):
         await new_stream(context, server).modify_kv(KeyDiff(budget=4, sinks=4, window=4))
     assert seen == [[]]
+
+
+@pytest.mark.parametrize("is_restarted", [False, True], ids=["cleared", "restarted"])
+async def test_a_reader_never_sees_what_another_found_before_the_cache_lost_it(
+    context: lms.AsyncLMCacheContext, server: FakeLMCache, is_restarted: bool
+) -> None:
+    server.put(PREFIX, some_kv())
+    policy = Waiting(ratio=0.5, sinks=1, window=1, asked=threading.Event(), go_on=threading.Event())
+    edit = asyncio.create_task(new_stream(context, server).modify_kv(policy))
+    await asyncio.to_thread(policy.asked.wait, 10)
+    try:
+        if is_restarted:
+            await server.stop(killed=True)
+            await server.start()
+        else:
+            server.clear()
+        # Its locks keep the prefix in shared memory; of a pickle they do not.
+        if server.chunks:
+            return
+        server.put(PREFIX, some_kv(5))
+        assert torch.equal(await context.retrieve(PREFIX), some_kv(5))  # type: ignore[arg-type]
+    finally:
+        policy.go_on.set()
+        await edit

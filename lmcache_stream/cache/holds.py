@@ -50,7 +50,8 @@ class Holds:
 
     Each runs to its end in the peer's background, whatever becomes of the caller, so that what the server
     granted is given back. The server keys a retrieve by client, tokens, range, worker and salt and knows
-    nothing of the request id, so that equal ones must not overlap: a second one looks at the same chunks.
+    nothing of the request id, so that equal ones must not overlap: a second one looks at the same chunks,
+    where these lie in shared memory. What was pickled is a copy of what was there once; it ends at once.
     """
 
     def __init__(self, peer: Peer, lookups: Lookups, workers: Workers) -> None:
@@ -104,7 +105,8 @@ class Holds:
         """Return the open retrieve of these chunks and whether it is ``lease``'s own."""
         instance, count = self._peer.instance_id, lease.chunks
         tokens = lease.tokens[: count * self._peer.chunk_size]
-        key = (instance, tuple(tokens), lease.cache_salt)
+        # Chunks that a server showed before it was restarted are not those that the lease found.
+        key = (instance, lease.connection, tuple(tokens), lease.cache_salt)
         while (other := self._open.get(key)) is not None:
             await other.opened.wait()
             if other.chunks is not None and not other.is_ending:
@@ -152,8 +154,12 @@ class Holds:
             if reply.success:
                 try:
                     held.chunks = await self._chunks(reply, lease.chunks, pool)
+                    if reply.context.slots is None:
+                        # Copies, which nothing on the server changes with: for this caller alone.
+                        held.is_ending = True
                     held.opened.set()
-                    await held.closed.wait()
+                    if not held.is_ending:
+                        await held.closed.wait()
                 finally:
                     held.is_ending = True
                     await peer.call(COMMIT_RETRIEVE, prefix, instance, deadline=LATE_SECONDS)
