@@ -11,6 +11,7 @@ from .._checks import checked_url
 from ..errors import (
     CacheConnectError,
     CacheTimeoutError,
+    GeometryError,
     InvalidRequestError,
     LMCacheStreamError,
 )
@@ -131,6 +132,7 @@ class connect:  # noqa: N801 - read as a function: `await connect(...)`, `async 
             await requests.start()
             if found is None:
                 found = discover(await http.status(), model_name, config, self._geometry, self._layout)
+                _check_heads(found.geometry, config, self._rope)
             chunk_size = await requests.call(GET_CHUNK_SIZE, deadline=timeouts.connect)
             layouts.get(found.geometry.layout).check(found.geometry, chunk_size)
             peer = Peer(
@@ -155,6 +157,18 @@ class connect:  # noqa: N801 - read as a function: `await connect(...)`, `async 
             max_model_len=self._max_model_len,
             rope=self._rope,
             check_layout=self._check_layout,
+        )
+
+
+def _check_heads(geometry: KVGeometry, config: ModelConfig | None, rope: RopeConfig | None) -> None:
+    """Raise where the rotation is of other heads than the KV's: edits would turn pairs that are none."""
+    if not layouts.get(geometry.layout).has_planes:
+        return
+    source = rope or config
+    if source is not None and source.head_size != geometry.head_size:
+        raise GeometryError(
+            f"{'model_config=' if rope is None else 'rope='} has heads of {source.head_size} elements, but the "
+            f"KV's heads have {geometry.head_size}"
         )
 
 

@@ -182,6 +182,11 @@ class AsyncLMCacheContext(Lifecycle):
                 "the engine's KV dtype is not known before something was retrieved: retrieve first, or "
                 "pass geometry= to connect()"
             )
+        if self._knowledge.is_layout_open:
+            raise GeometryError(
+                "layout='auto': the layout is not known before something was retrieved: retrieve first, or "
+                "name it to connect()"
+            )
         check_kv(kv, num_tokens, self.geometry, self.model_name)
 
     async def pin(

@@ -56,6 +56,11 @@ class Knowledge:
         self._is_warned = False
 
     @property
+    def is_layout_open(self) -> bool:
+        """Whether the layout is still to be found."""
+        return self._layout == AUTO
+
+    @property
     def rope(self) -> RopeConfig:
         """The model's rotary embedding.
 

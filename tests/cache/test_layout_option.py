@@ -144,3 +144,17 @@ async def test_what_cannot_be_is_refused(
 ) -> None:
     with pytest.raises(error, match=reason):
         await connecting(server, **options)
+
+
+async def test_nothing_is_stored_in_a_layout_that_is_still_to_be_found(server: FakeLMCache) -> None:
+    async with connecting(server, geometry=GEOMETRY, layout="auto") as context:
+        with pytest.raises(lms.GeometryError, match="layout='auto': .* retrieve first"):
+            await context.store(torch.zeros(GEOMETRY.kv_shape(32)).bfloat16(), UNIQUE[32:])
+    assert len(server.chunks) == 4
+
+
+@pytest.mark.parametrize("head_size", [4, 16])
+async def test_a_rotation_of_other_heads_is_refused(server: FakeLMCache, head_size: int) -> None:
+    rope = lms.RopeConfig(head_size=head_size, inv_freq=(1.0, 0.1), pairing="half")
+    with pytest.raises(lms.GeometryError, match=f"rope= has heads of {head_size} .* KV's heads have 32"):
+        await connecting(server, geometry=GEOMETRY, rope=rope, check_layout=False)
