@@ -144,7 +144,8 @@ async def _drop_where_it_lies(
         layers = Layers(count, held.keys), Layers(count, held.values)
         kept = await _choose(context, fn, layers, tokens, queries)
     whole = kept[: whole_chunks(len(kept), context.chunk_size)]
-    prints = await held.drop(whole, context.rope, cache_salt, deadline=timeout)
+    deadline = max(timeout, _LEAST_STORE)
+    prints = await held.drop(whole, context.rope, cache_salt, deadline=deadline)
     if prints is None:
         # No room. To wait for some, the prefix must be held no longer, or others wait for this one.
         return await _drop(context, await held.kv(), tokens, kept)

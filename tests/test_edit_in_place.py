@@ -268,3 +268,23 @@ async def test_a_reader_never_sees_what_another_found_before_the_cache_lost_it(
     finally:
         policy.go_on.set()
         await edit
+
+
+async def test_a_store_gets_a_moment_however_little_time_is_left(
+    context: lms.AsyncLMCacheContext, server: FakeLMCache
+) -> None:
+    server.put(PREFIX, some_kv())
+    stream = new_stream(context, server)
+    await stream.modify_kv(lms.keep(KEPT), timeout=0)
+    assert len(stream.edits) == 1
+
+
+async def test_a_silent_store_is_given_up_after_its_own_timeout(
+    context: lms.AsyncLMCacheContext, server: FakeLMCache
+) -> None:
+    server.put(PREFIX, some_kv())
+    server.silent = {"prepare_store"}
+    with pytest.raises(lms.CacheTimeoutError, match="a store at .* within 1 s"):
+        async with asyncio.timeout(5):
+            await new_stream(context, server).modify_kv(lms.keep(KEPT), timeout=30)
+    server.silent = set()

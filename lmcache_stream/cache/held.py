@@ -90,7 +90,7 @@ class HeldPrefix:
             kept: int64 ``[n]``, strictly increasing indices of the tokens to keep, whole chunks.
             rope: how the model rotates its keys.
             cache_salt: a salt that nobody else uses; it is spoiled where this fails.
-            deadline: seconds for the transfer.
+            deadline: seconds for the transfer, where that is less than ``Timeouts.store``.
 
         Returns:
             What ``fingerprint`` gives for the result, or None where not all of it is in the cache.
@@ -102,6 +102,7 @@ class HeldPrefix:
         check_kept(kept, len(self.tokens))
         filling = DroppedTokens(self._chunks, kept, rope, self._peer.geometry, self._workers)
         tokens = [self.tokens[index] for index in kept.tolist()]
+        deadline = min(deadline, self._peer.timeouts.store)
         complete = await self._stores.fill(filling, tokens, cache_salt, deadline=deadline)
         if time.monotonic() - self._granted > LATE_SECONDS:
             raise CacheTimeoutError(
