@@ -280,11 +280,32 @@ async def test_a_store_gets_a_moment_however_little_time_is_left(
 
 
 async def test_a_silent_store_is_given_up_after_its_own_timeout(
-    context: lms.AsyncLMCacheContext, server: FakeLMCache
+    context: lms.AsyncLMCacheContext, server: FakeLMCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("lmcache_stream.cache.lifecycle._CLOSE_GRACE", 0.1)
     server.put(PREFIX, some_kv())
     server.silent = {"prepare_store"}
-    with pytest.raises(lms.CacheTimeoutError, match="a store at .* within 1 s"):
+    with pytest.raises(lms.CacheTimeoutError, match=r"a store at .* within 1 s"):
         async with asyncio.timeout(5):
             await new_stream(context, server).modify_kv(lms.keep(KEPT), timeout=30)
     server.silent = set()
+
+
+async def test_closing_in_the_middle_of_an_edit_leaves_no_lock(
+    context: lms.AsyncLMCacheContext, server: FakeLMCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lmcache_stream.cache.lifecycle._CLOSE_GRACE", 0.1)
+    server.put(PREFIX, some_kv())
+    policy = Waiting(ratio=0.5, sinks=1, window=1, asked=threading.Event(), go_on=threading.Event())
+    stream = new_stream(context, server)
+    edit = asyncio.create_task(stream.modify_kv(policy))
+    await asyncio.to_thread(policy.asked.wait, 10)
+    try:
+        await context.aclose()
+        assert server.locked == (0, 0)
+        assert server.registered == {}
+    finally:
+        policy.go_on.set()
+    with pytest.raises(lms.ClosedError):
+        await edit
+    assert stream.edits == ()

@@ -167,8 +167,8 @@ def _check_heads(geometry: KVGeometry, config: ModelConfig | None, rope: RopeCon
     source = rope or config
     if source is not None and source.head_size != geometry.head_size:
         raise GeometryError(
-            f"{'model_config=' if rope is None else 'rope='} has heads of {source.head_size} elements, but the "
-            f"KV's heads have {geometry.head_size}"
+            f"{'model_config=' if rope is None else 'rope='} has heads of {source.head_size} elements, but "
+            f"the KV's heads have {geometry.head_size}"
         )
 
 

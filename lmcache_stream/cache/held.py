@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .._workers import Workers
-from ..errors import CacheTimeoutError
+from ..errors import CacheTimeoutError, ClosedError
 from ..rope import RopeConfig
 from . import layouts
 from .edit import check_kept
@@ -104,6 +104,9 @@ class HeldPrefix:
         tokens = [self.tokens[index] for index in kept.tolist()]
         deadline = min(deadline, self._peer.timeouts.store)
         complete = await self._stores.fill(filling, tokens, cache_salt, deadline=deadline)
+        if self._peer.has_left:
+            # The locks were given back; what was read meanwhile may be anything.
+            raise ClosedError(f"the LMCache context of {self._peer.model_name!r} was closed during the edit")
         if time.monotonic() - self._granted > LATE_SECONDS:
             raise CacheTimeoutError(
                 f"the edit took longer than LMCache keeps its read locks ({LATE_SECONDS:g} s), so that the "

@@ -59,6 +59,12 @@ class Holds:
         self._lookups = lookups
         self._workers = workers
         self._open: dict[tuple[Any, ...], HeldChunks] = {}
+        peer.leaving.append(self._end_all)
+
+    def _end_all(self) -> None:
+        for held in self._open.values():
+            held.is_ending = True
+            held.closed.set()
 
     @asynccontextmanager
     async def hold(self, lease: PrefixLease) -> AsyncIterator[HeldChunks]:

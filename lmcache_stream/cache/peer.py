@@ -7,7 +7,7 @@ import contextlib
 import math
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -45,6 +45,8 @@ _IDLE_SECONDS = 30.0
 # What the server holds for us it lets go of by itself after this time (its read-lock TTL). Until then
 # a late reply is still waited for, in the background, so that what it grants can be given back.
 LATE_SECONDS = 300.0
+# How long closing waits for the locks of callers that are still at work to be given back.
+_LEAVE_SECONDS = 1.0
 # Names of registrations that are no engine's: ours, and the server's query caches.
 OWN_MARK = "##lmcs-"
 
@@ -100,6 +102,9 @@ class Peer:
         # Stores whose slots the server reserved for us and that were not committed: unregistering, or
         # being unregistered, would publish them unfilled.
         self.unfilled: dict[str, int] = {}
+        # Ends what only waits for its caller, once closing waits no longer; then nothing more is used of it.
+        self.leaving: list[Callable[[], None]] = []
+        self.has_left = False
         # Registrations that ended before this one; transfers may still run on them until closing.
         self._outdated: list[int] = []
         self._alone = alone
@@ -272,7 +277,11 @@ class Peer:
 
         Returns the number of operations that had to be left before their end.
         """
-        left = await self.background.settle(grace)
+        await self.background.settle(grace)
+        self.has_left = True
+        for end in self.leaving:
+            end()
+        left = await self.background.settle(min(_LEAVE_SECONDS, self.timeouts.connect))
         known = [*self._outdated, *([self.instance_id] if self.instance_id else [])]
         self.instance_id = 0
         self._outdated.clear()

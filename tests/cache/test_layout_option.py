@@ -148,7 +148,7 @@ async def test_what_cannot_be_is_refused(
 
 async def test_nothing_is_stored_in_a_layout_that_is_still_to_be_found(server: FakeLMCache) -> None:
     async with connecting(server, geometry=GEOMETRY, layout="auto") as context:
-        with pytest.raises(lms.GeometryError, match="layout='auto': .* retrieve first"):
+        with pytest.raises(lms.GeometryError, match=r"layout='auto': .* retrieve first"):
             await context.store(torch.zeros(GEOMETRY.kv_shape(32)).bfloat16(), UNIQUE[32:])
     assert len(server.chunks) == 4
 
