@@ -103,7 +103,8 @@ class DropPolicy(ABC):
                 "token is needed; budgets a head or a layer cannot be kept in [2, L, T, D]"
             )
         runs = scores.double().view(-1, run).mean(dim=1)
-        # Checked here, because an infinity below would hide what is no number.
+        # Above every other score, infinite ones too; what is no number stays so, and is refused.
+        runs = runs.clamp(max=torch.finfo(runs.dtype).max)
         chosen = highest(runs.masked_fill(forced & ~runs.isnan(), torch.inf), count // run)
         return (chosen[:, None] * run + torch.arange(run)).flatten()
 

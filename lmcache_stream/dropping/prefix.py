@@ -13,6 +13,8 @@ from .layers import Layers
 
 __all__ = ["CachedPrefix"]
 
+_QUERY_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CachedPrefix:
@@ -120,11 +122,18 @@ def _by_head(queries: Tensor, prefix: CachedPrefix) -> Tensor:
     layers, num_tokens = len(prefix.keys), prefix.num_tokens
     num_kv_heads, head_size = prefix.num_kv_heads, prefix.head_size
     given = list(queries.shape)
+    if queries.layout != torch.strided or queries.is_meta or queries.dtype not in _QUERY_DTYPES:
+        raise InvalidRequestError(
+            f"queries of {queries.dtype}, {queries.layout} on {queries.device}: give a dense tensor of bfloat16, "
+            "float16, float32 or float64"
+        )
+    # Keys are there, whatever computed the queries.
+    queries = queries.detach().cpu()
     flat = queries[0] if queries.dim() == 4 and queries.shape[0] == 1 else queries
     fits = (
         flat.dim() == 3 and flat.shape[0] == layers and 1 <= flat.shape[1] <= num_tokens + prefix.num_behind
     )
-    if not fits or flat.shape[2] % (num_kv_heads * head_size):
+    if not fits or not flat.shape[2] or flat.shape[2] % (num_kv_heads * head_size):
         raise InvalidRequestError(
             f"queries of shape {given} are not [L, W, query heads x head size] of the last W tokens, for "
             f"{layers} layers, at most {num_tokens} tokens, and heads of {head_size} in multiples of "

@@ -41,4 +41,8 @@ class Scored(DropPolicy):
             raise InvalidRequestError(f"Scored: the function returned a {type(scores).__name__}, no tensor")
         if scores.dtype == torch.bool or scores.is_complex():
             raise InvalidRequestError(f"Scored: the function returned {scores.dtype}: scores are numbers")
-        return scores
+        if scores.is_meta or scores.layout != torch.strided:
+            raise InvalidRequestError(
+                f"Scored: the function returned a {scores.layout} tensor on {scores.device}: give a dense one"
+            )
+        return scores.detach().cpu()

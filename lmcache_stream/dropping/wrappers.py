@@ -30,6 +30,7 @@ class AlwaysKeep:
     ranges: Sequence[tuple[int, int]]
 
     def __post_init__(self) -> None:
+        _check_plain(self, self.policy)
         for start, stop in self.ranges:
             if not 0 <= start < stop:
                 raise InvalidRequestError(f"AlwaysKeep: ({start}, {stop}) is no range of tokens")
@@ -63,6 +64,7 @@ class WholeChunks:
     size: int = 16
 
     def __post_init__(self) -> None:
+        _check_plain(self, self.policy)
         if isinstance(self.size, bool) or not isinstance(self.size, int) or self.size < 1:
             raise InvalidRequestError(f"WholeChunks: size={self.size!r} must be a positive int")
 
@@ -111,6 +113,14 @@ class Chain:
         for policy in self.policies:
             kept = kept[policy.kept_indices(prefix.select(kept), chunk_size)]
         return kept
+
+
+def _check_plain(wrapper: object, policy: object) -> None:
+    if not isinstance(policy, DropPolicy):
+        raise InvalidRequestError(
+            f"{type(wrapper).__name__}: policy={policy!r} is no plain policy such as KeyDiff(ratio=0.5); "
+            "wrappers do not nest, but Chain takes several"
+        )
 
 
 Policy: TypeAlias = DropPolicy | AlwaysKeep | WholeChunks | Chain

@@ -231,6 +231,14 @@ def test_of_equal_scores_the_later_tokens_are_kept() -> None:
     assert policy.kept_indices(make_prefix(), 8).tolist() == list(range(24, 48))
 
 
+def test_infinite_scores_do_not_outdo_what_is_always_kept() -> None:
+    def function(keys: Tensor, queries: Tensor | None, tokens: object) -> Tensor:
+        return torch.full((16,), torch.inf)
+
+    policy = Scored(ratio=0.5, sinks=2, window=1, function=function)
+    assert policy.kept_indices(make_prefix(16), 4).tolist() == [0, 1, *range(10, 16)]
+
+
 def test_a_function_of_the_caller_s() -> None:
     def evens(keys: Tensor, queries: Tensor | None, tokens: Any) -> Tensor:
         assert keys.shape == (LAYERS, LENGTH, HEADS, SIZE)
@@ -327,6 +335,30 @@ def test_queries_of_another_shape_are_refused(shape: tuple[int, ...]) -> None:
         CachedPrefix.of(kv, list(range(LENGTH)), num_kv_heads=HEADS, queries=torch.zeros(shape))
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda queries: queries.to(torch.complex64),
+        lambda queries: queries > 0,
+        lambda queries: queries.to(torch.float8_e4m3fn),
+        lambda queries: queries.to("meta"),
+        lambda queries: queries.to_sparse(),
+    ],
+    ids=["complex", "bool", "float8", "meta", "sparse"],
+)
+def test_queries_of_another_kind_are_refused(change: Callable[[Tensor], Tensor]) -> None:
+    queries = torch.randn(LAYERS, 4, QUERY_HEADS * SIZE)
+    kv = torch.randn(2, LAYERS, 16, HEADS * SIZE)
+    with pytest.raises(InvalidRequestError, match="give a dense tensor of bfloat16"):
+        CachedPrefix.of(kv, range(16), num_kv_heads=HEADS, queries=change(queries))
+
+
+def test_queries_without_heads_are_refused() -> None:
+    kv = torch.randn(2, LAYERS, 16, HEADS * SIZE)
+    with pytest.raises(InvalidRequestError, match=r"shape \[2, 4, 0\]"):
+        CachedPrefix.of(kv, range(16), num_kv_heads=HEADS, queries=torch.empty(LAYERS, 4, 0))
+
+
 def test_queries_that_are_not_finite_are_refused() -> None:
     kv = torch.randn(2, LAYERS, LENGTH, HEADS * SIZE)
     queries = torch.zeros(LAYERS, 4, QUERY_HEADS * SIZE)
@@ -379,3 +411,10 @@ def test_a_chain_chooses_from_what_was_kept() -> None:
     assert len(snap.kept_indices(prefix, 8)) == 16
     with pytest.raises(InvalidRequestError, match="no policy"):
         Chain([])
+
+
+def test_wrappers_of_wrappers_are_refused_when_they_are_made() -> None:
+    inner = WholeChunks(KeyDiff(ratio=0.5), 4)
+    for wrap in (lambda: AlwaysKeep(inner, [(0, 2)]), lambda: WholeChunks(Chain([KeyDiff(ratio=0.5)]))):  # type: ignore[arg-type]
+        with pytest.raises(InvalidRequestError, match="wrappers do not nest"):
+            wrap()
