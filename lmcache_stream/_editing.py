@@ -237,6 +237,9 @@ async def store_whole(
     context.check_kv(edit.kv, len(ids))
     whole = whole_chunks(len(ids), context.chunk_size)
     kv, tokens = edit.kv[:, :, :whole], ids[:whole]
+    if kv.device.type != "cpu":
+        # Once, for every try and for the fingerprint.
+        kv = await context.edit_workers.run(kv.cpu)
     end = anyio.current_time() + timeout
     pause = _FIRST_PAUSE
     wanted = len(tokens) // context.chunk_size

@@ -20,6 +20,8 @@ def check_kv(kv: object, num_tokens: int, geometry: KVGeometry, model_name: str)
     """
     if not isinstance(kv, torch.Tensor):
         raise InvalidRequestError(f"kv must be a torch.Tensor, not {type(kv).__name__}")
+    if kv.is_meta or kv.layout != torch.strided:
+        raise InvalidRequestError(f"kv must be a dense tensor with data, not {kv.layout} on {kv.device}")
     if geometry.layout == "mla":
         raise LayoutError(
             f"{model_name!r} caches an MLA latent: it can be retrieved, but not edited like K and V"

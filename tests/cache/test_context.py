@@ -384,6 +384,8 @@ async def test_mla_is_refused_before_anything_is_reserved(server: FakeLMCache) -
         (random_kv(12).half(), TOKENS, "", r"kv is torch.float16, .* torch.float32"),
         (random_kv(3), TOKENS[:3], "", "less than one chunk of 4"),
         ([1, 2], TOKENS, "", "must be a torch.Tensor"),
+        (random_kv(12).to("meta"), TOKENS, "", "dense tensor with data, not .* on meta"),
+        (random_kv(12).to_sparse(), TOKENS, "", "dense tensor with data, not torch.sparse_coo"),
         (random_kv(12), [*TOKENS[:11], -1], "", r"tokens\[11\] is -1"),
         (random_kv(12), "abc", "", "not text"),
         (random_kv(12), [0.5] * 12, "", "integers"),
