@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -146,6 +147,26 @@ async def test_kv_that_is_not_finite_is_refused_and_leaves_no_slot_open(
     assert server.locked == (0, 0)
     await stream.modify_kv(lms.keep([0, 1, 2, 3]))
     assert stream.tokens == tuple(PROMPT[:4])
+
+
+async def test_the_pool_is_not_held_by_a_kept_error_of_an_edit(
+    context: lms.AsyncLMCacheContext, server: FakeLMCache
+) -> None:
+    kv = some_kv()
+    kv[1, 1, 9, 3] = torch.nan
+    server.put(PREFIX, kv)
+    with pytest.raises(lms.InvalidRequestError, match="NaN") as raised:
+        await new_stream(context, server).modify_kv(lms.keep(KEPT))
+    before = pools_mapped(server)
+    await context.aclose()
+    assert raised.value.__traceback__ is not None
+    assert pools_mapped(server) == before - server.shared_memory
+
+
+def pools_mapped(server: FakeLMCache) -> int:
+    """How often this process maps the pool; the fake server itself does so once."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return sum(bool(server.shm_name) and server.shm_name in line for line in lines)
 
 
 async def test_a_shared_salt_is_not_written_to_before_all_is_known(

@@ -102,17 +102,26 @@ class DroppedTokens(Filling):
     ) -> None:
         self._workers = workers
         codec = layouts.get(geometry.layout)
-        self._make = partial(drop_into, list(sources), kept, rope=rope, codec=codec, geometry=geometry)
+        self._make: partial[Tensor] | None = partial(
+            drop_into, list(sources), kept, rope=rope, codec=codec, geometry=geometry
+        )
         self._prints: dict[int, Tensor] = {}
 
     async def fill(self, targets: Mapping[int, Tensor]) -> None:
         """Make the chunks; see ``Filling``."""
 
-        def make(target: tuple[int, Tensor]) -> None:
-            index, chunk = target
-            self._prints[index] = self._make(index, chunk)
+        work, self._make = self._make, None
 
-        await self._workers.run_each(make, targets.items())
+        def make(target: tuple[int, Tensor]) -> None:
+            assert work is not None, "filled once"
+            index, chunk = target
+            self._prints[index] = work(index, chunk)
+
+        try:
+            await self._workers.run_each(make, targets.items())
+        finally:
+            # An error that somebody keeps must not keep the pool mapped.
+            work = None
 
     async def let_go(self) -> None:
         """Return at once: the chunks are the server's, and what is made of them is not used."""

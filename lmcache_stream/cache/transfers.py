@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import traceback
 from collections.abc import Callable
 
 import anyio
@@ -137,7 +138,9 @@ class Transfers:
                 targets = self._slots(reply.context, pool)
                 try:
                     await filling.fill(targets)
-                except Exception:
+                except Exception as error:
+                    # Of those that ended, which look at slots: who keeps the error must not keep these.
+                    traceback.clear_frames(error.__traceback__)
                     if targets and filling.may_spoil:
                         # Nobody will look at what is in there; left open, it could never be evicted.
                         await peer.call(COMMIT_STORE, key, instance, data, deadline=LATE_SECONDS)
@@ -155,6 +158,7 @@ class Transfers:
             return set(targets)
         finally:
             filling.is_wanted = False
+            targets, pool = {}, None
             release()
 
     def _room(self, count: int) -> dict[int, torch.Tensor]:
