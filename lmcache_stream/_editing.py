@@ -180,6 +180,7 @@ async def _choose(
             head_size=geometry.head_size,
             queries=queries,
             num_behind=len(behind),
+            rope=context.rope,
         )
         if prefix.queries is not None:
             ids = [*tokens, *behind]

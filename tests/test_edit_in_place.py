@@ -96,7 +96,7 @@ async def test_a_policy_chooses_the_same_from_where_the_kv_lies(
     kv = some_kv(1)
     server.put(PREFIX, kv)
     chosen = policy(ratio=0.5, sinks=1, window=2)
-    wanted = chosen.kept_indices(CachedPrefix.of(kv, PREFIX, num_kv_heads=2), 4)
+    wanted = chosen.kept_indices(CachedPrefix.of(kv, PREFIX, num_kv_heads=2, rope=ROPE), 4)
     stream = new_stream(context, server)
     await stream.modify_kv(chosen)
     assert stream.edits[0].kept_indices == tuple(wanted.tolist())

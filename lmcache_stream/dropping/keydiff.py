@@ -20,12 +20,19 @@ class KeyDiff(DropPolicy):
 
     Park et al., "KeyDiff: Key Similarity-Based KV Cache Eviction for Long-Context LLM Inference in
     Resource-Constrained Environments", arXiv 2504.15364.
+
+    Attributes:
+        rotated: whether to compare the keys as the cache holds them. RoPE turns equal keys apart by their
+            distance, so that the mean is left with what turns slowly; without it the keys' contents are
+            compared, which keeps more facts (``benchmarks/recall.py``).
     """
+
+    rotated: bool = False
 
     def score(self, prefix: CachedPrefix) -> Tensor:
         """Return the negative cosine to the mean of the unit keys, averaged over heads and layers."""
         scores = torch.zeros(prefix.num_tokens)
-        for layer in prefix.keys:
+        for layer in prefix.keys if self.rotated else prefix.unrotated_keys():
             directions = functional.normalize(layer.float(), dim=-1)
             anchor = functional.normalize(directions.mean(dim=0), dim=-1)
             scores -= (directions * anchor).sum(dim=-1).mean(dim=-1)

@@ -25,6 +25,7 @@ class Layers:
         self._count = count
         self._load = load
         self._rows = rows
+        self._last: tuple[int, Tensor] | None = None
 
     @classmethod
     def of(cls, plane: Tensor) -> Layers:
@@ -37,11 +38,18 @@ class Layers:
     def __getitem__(self, layer: int) -> Tensor:
         if not -self._count <= layer < self._count:
             raise IndexError(f"layer {layer} of {self._count}")
-        loaded = self._load(layer % self._count)
-        return loaded if self._rows is None else loaded[self._rows]
+        if self._last is None or self._last[0] != layer % self._count:
+            loaded = self._load(layer % self._count)
+            # Kept, because a policy may look at a layer's keys more than once.
+            self._last = layer % self._count, loaded if self._rows is None else loaded[self._rows]
+        return self._last[1]
 
     def __iter__(self) -> Iterator[Tensor]:
         return (self[layer] for layer in range(self._count))
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> Layers:
+        """Return the layers as ``function`` changes each, ``[T, H, d]``."""
+        return Layers(self._count, lambda layer: function(self[layer]))
 
     def select(self, kept: Tensor) -> Layers:
         """Return the layers of some of the tokens, int64 ``[n]``."""

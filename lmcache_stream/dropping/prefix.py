@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InvalidRequestError
+from ..rope import RopeConfig, rotate_keys
 from .layers import Layers
 
 __all__ = ["CachedPrefix"]
@@ -29,6 +30,8 @@ class CachedPrefix:
         queries: ``[L, W, Hq, d]``, rotated, of the last W of the ``T + num_behind`` tokens, or None. Hq is a
             multiple of H: query heads ``g * Hq / H`` to ``(g + 1) * Hq / H - 1`` attend to KV head ``g``.
         num_behind: how many tokens follow the T ones, in no whole chunk: they have queries, but no keys here.
+        rope: how the keys are rotated, for policies that want them as they were before that; or None.
+        positions: int64 ``[T]``, where the tokens are in the sequence; ``0 .. T - 1`` where None.
         num_tokens: T.
     """
 
@@ -39,6 +42,8 @@ class CachedPrefix:
     head_size: int
     queries: Tensor | None = None
     num_behind: int = 0
+    rope: RopeConfig | None = None
+    positions: Tensor | None = None
     num_tokens: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -53,6 +58,7 @@ class CachedPrefix:
         num_kv_heads: int,
         queries: Tensor | None = None,
         num_behind: int = 0,
+        rope: RopeConfig | None = None,
     ) -> CachedPrefix:
         """View ``kv`` (``[2, L, T, D]``) by heads; ``queries`` are ``[L, W, Dq]`` or ``[1, L, W, Dq]``.
 
@@ -73,6 +79,7 @@ class CachedPrefix:
             head_size=keys.shape[-1],
             queries=queries,
             num_behind=num_behind,
+            rope=rope,
         )
 
     @classmethod
@@ -86,6 +93,7 @@ class CachedPrefix:
         head_size: int,
         queries: Tensor | None = None,
         num_behind: int = 0,
+        rope: RopeConfig | None = None,
     ) -> CachedPrefix:
         """Take layers that are read as they are needed; ``queries`` as in ``of``.
 
@@ -99,6 +107,7 @@ class CachedPrefix:
             num_kv_heads=num_kv_heads,
             head_size=head_size,
             num_behind=num_behind,
+            rope=rope,
         )
         return made if queries is None else replace(made, queries=_by_head(queries, made))
 
@@ -115,7 +124,28 @@ class CachedPrefix:
             queries = queries if whole else None
         tokens = [self.tokens[index] for index in kept.tolist()]
         keys, values = self.keys.select(kept), self.values.select(kept)
-        return replace(self, keys=keys, values=values, tokens=tokens, queries=queries)
+        positions = self._places()[kept]
+        return replace(self, keys=keys, values=values, tokens=tokens, queries=queries, positions=positions)
+
+    def unrotated_keys(self) -> Layers:
+        """Return the keys without their rotation, L layers of float32 ``[T, H, d]``.
+
+        Raises:
+            InvalidRequestError: ``rope`` is not known.
+        """
+        rope = self.rope
+        if rope is None:
+            raise InvalidRequestError("the prefix does not say how its keys are rotated: give it rope=")
+        places = self._places()
+        still = torch.zeros_like(places)
+
+        def unrotated(keys: Tensor) -> Tensor:
+            return rotate_keys(keys.float().flatten(1), places, still, rope).view(keys.shape)
+
+        return self.keys.map(unrotated)
+
+    def _places(self) -> Tensor:
+        return torch.arange(self.num_tokens) if self.positions is None else self.positions
 
 
 def _by_head(queries: Tensor, prefix: CachedPrefix) -> Tensor:
@@ -124,8 +154,8 @@ def _by_head(queries: Tensor, prefix: CachedPrefix) -> Tensor:
     given = list(queries.shape)
     if queries.layout != torch.strided or queries.is_meta or queries.dtype not in _QUERY_DTYPES:
         raise InvalidRequestError(
-            f"queries of {queries.dtype}, {queries.layout} on {queries.device}: give a dense tensor of bfloat16, "
-            "float16, float32 or float64"
+            f"queries of {queries.dtype}, {queries.layout} on {queries.device}: give a dense tensor of "
+            "bfloat16, float16, float32 or float64"
         )
     # Keys are there, whatever computed the queries.
     queries = queries.detach().cpu()

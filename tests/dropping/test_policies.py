@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -20,6 +20,7 @@ from lmcache_stream.dropping import (
     DropPolicy,
     KeyDiff,
     KNorm,
+    Layers,
     RandomDrop,
     Scored,
     SnapKV,
@@ -27,9 +28,12 @@ from lmcache_stream.dropping import (
     WholeChunks,
 )
 from lmcache_stream.errors import InvalidRequestError
+from lmcache_stream.rope import RopeConfig
 
 LAYERS, LENGTH, HEADS, QUERY_HEADS, SIZE = 2, 48, 2, 4, 8
 Rows = list[list[float]]
+
+ROPE = RopeConfig(head_size=SIZE, inv_freq=(1.0, 0.3, 0.1, 0.01), pairing="half")
 
 POLICIES: list[Callable[..., DropPolicy]] = [RandomDrop, StreamingLLM, KNorm, KeyDiff, TOVA, SnapKV, RKV]
 
@@ -41,7 +45,7 @@ def make_prefix(
     kv = torch.randn(2, LAYERS, length, HEADS * SIZE, generator=generator)
     queries = torch.randn(LAYERS, min(window, length), QUERY_HEADS * SIZE, generator=generator)
     return CachedPrefix.of(
-        kv, list(range(length)), num_kv_heads=HEADS, queries=queries, num_behind=num_behind
+        kv, list(range(length)), num_kv_heads=HEADS, queries=queries, num_behind=num_behind, rope=ROPE
     )
 
 
@@ -104,11 +108,57 @@ def test_keydiff_prefers_keys_unlike_the_mean_direction() -> None:
         anchor = [sum(column) / len(units) for column in zip(*units, strict=True)]
         return [-cosine(row, anchor) for row in rows]
 
-    assert_scores(KeyDiff(ratio=0.5), prefix, averaged(of_head))
+    assert_scores(KeyDiff(ratio=0.5, rotated=True), prefix, averaged(of_head))
     alike = torch.ones(2, 1, 32, SIZE)
     alike[0, 0, 5] = -1.0
     outlier = CachedPrefix.of(alike, list(range(32)), num_kv_heads=1)
-    assert int(KeyDiff(ratio=0.5).score(outlier).argmax()) == 5
+    assert int(KeyDiff(ratio=0.5, rotated=True).score(outlier).argmax()) == 5
+
+
+def rotated_by_hand(keys: Tensor, positions: Sequence[int]) -> Tensor:
+    """Rotate ``[L, T, H * SIZE]``, pair by pair, as complex numbers."""
+    by_head = keys.double().view(*keys.shape[:2], HEADS, SIZE)
+    pairs = torch.complex(by_head[..., : SIZE // 2], by_head[..., SIZE // 2 :])
+    angles = torch.tensor([[place * freq for freq in ROPE.inv_freq] for place in positions])
+    turned = pairs * torch.polar(torch.ones_like(angles), angles)[:, None].to(pairs)
+    return torch.cat((turned.real, turned.imag), dim=-1).flatten(2).to(keys.dtype)
+
+
+def test_keydiff_compares_keys_as_they_were_before_the_rotation() -> None:
+    plain = torch.randn(2, LAYERS, LENGTH, HEADS * SIZE, generator=torch.Generator().manual_seed(3))
+    turned = plain.clone()
+    turned[0] = rotated_by_hand(plain[0], range(LENGTH))
+    tokens = list(range(LENGTH))
+    cached = CachedPrefix.of(turned, tokens, num_kv_heads=HEADS, rope=ROPE)
+    wanted = KeyDiff(ratio=0.5, rotated=True).score(CachedPrefix.of(plain, tokens, num_kv_heads=HEADS))
+    assert torch.allclose(KeyDiff(ratio=0.5).score(cached), wanted, atol=1e-6)
+    assert not torch.allclose(KeyDiff(ratio=0.5, rotated=True).score(cached), wanted, atol=1e-2)
+    # A chain's second policy knows where its tokens were.
+    kept = torch.arange(7, LENGTH, 2)
+    rest = KeyDiff(ratio=0.5, rotated=True).score(
+        CachedPrefix.of(plain[:, :, kept], kept.tolist(), num_kv_heads=HEADS)
+    )
+    assert torch.allclose(KeyDiff(ratio=0.5).score(cached.select(kept)), rest, atol=1e-6)
+    again = cached.select(torch.arange(3, LENGTH)).select(kept - 3)
+    assert torch.allclose(KeyDiff(ratio=0.5).score(again), rest, atol=1e-6)
+    with pytest.raises(InvalidRequestError, match="does not say how its keys are rotated"):
+        KeyDiff(ratio=0.5).score(dataclasses.replace(cached, rope=None))
+
+
+def test_a_layer_is_loaded_once_however_often_it_is_looked_at() -> None:
+    loads: list[int] = []
+
+    def load(layer: int) -> Tensor:
+        loads.append(layer)
+        return torch.full((4, 1, 2), float(layer))
+
+    layers = Layers(3, load)
+    for layer in (0, 0, 2, -1, 1):
+        assert float(layers[layer][0, 0, 0]) == layer % 3
+    assert loads == [0, 2, 1]
+    assert layers.select(torch.tensor([1, 3])).stack().shape == (3, 2, 1, 2)
+    with pytest.raises(IndexError, match="layer 3 of 3"):
+        layers[3]
 
 
 @pytest.mark.parametrize("num_behind", [0, 3])
