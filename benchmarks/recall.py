@@ -38,6 +38,7 @@ from lmcache_stream.dropping import (
     RandomDrop,
     SnapKV,
     StreamingLLM,
+    WholeChunks,
 )
 from lmcache_stream.embedded import EmbeddedStack
 from lmcache_stream.embedded.demo.recall_run import prefill, recall
@@ -46,11 +47,13 @@ from lmcache_stream.errors import LMCacheStreamError
 
 SINKS, WINDOW = 4, 32
 
-POLICIES: dict[str, Callable[..., DropPolicy]] = {
+POLICIES: dict[str, Callable[..., DropPolicy | WholeChunks]] = {
     "RandomDrop": RandomDrop,
     "StreamingLLM": StreamingLLM,
     "KNorm": KNorm,
     "KeyDiff": KeyDiff,
+    "KeyDiff-rotated": partial(KeyDiff, rotated=True),
+    "KeyDiff-runs-of-8": lambda **given: WholeChunks(KeyDiff(**given), 8),
     "TOVA": TOVA,
     "SnapKV": SnapKV,
     "SnapKV-max": partial(SnapKV, reduce="max"),
@@ -73,7 +76,7 @@ class Outcome:
     fact_kept: float
 
 
-def make_policy(name: str, ratio: float, seed: int) -> DropPolicy:
+def make_policy(name: str, ratio: float, seed: int) -> DropPolicy | WholeChunks:
     """Return a policy that always keeps sinks and window; the random one draws by the sample's seed."""
     seeded = {"seed": seed} if name == "RandomDrop" else {}
     return POLICIES[name](ratio=ratio, sinks=SINKS, window=WINDOW, **seeded)

@@ -330,13 +330,3 @@ async def test_closing_in_the_middle_of_an_edit_leaves_no_lock(
     with pytest.raises(lms.ClosedError):
         await edit
     assert stream.edits == ()
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-async def test_a_function_may_leave_its_kv_on_a_gpu(
-    context: lms.AsyncLMCacheContext, server: FakeLMCache
-) -> None:
-    server.put(PREFIX, some_kv())
-    stream = new_stream(context, server)
-    await stream.modify_kv(lambda kv, tokens: (kv.cuda(), tokens))
-    assert torch.equal(await stored(context, stream), some_kv())
