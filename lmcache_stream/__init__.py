@@ -2,6 +2,7 @@
 
 from ._editing import KVEdit
 from ._state import EditReport
+from .batch import AsyncLMCacheBatchedStream, BatchReport, PhaseOutcome, StreamOutcome
 from .cache.connect import connect
 from .cache.context import AsyncLMCacheContext
 from .cache.geometry import KVGeometry
@@ -16,6 +17,7 @@ from .completions import (
 )
 from .dropping.keep import Keep, keep
 from .errors import (
+    BatchStoppedError,
     CacheConnectError,
     CacheError,
     CacheLostError,
@@ -37,14 +39,17 @@ from .errors import (
     TruncatedStreamError,
 )
 from .generation import Generation
-from .metrics import StreamPerfMetrics
+from .metrics import Distribution, StreamPerfMetrics
 from .rope import RopeConfig
 from .stream import AsyncLMCacheStream, create_request
-from .sync import LMCacheStream
+from .sync import LMCacheBatchedStream, LMCacheStream
 
 __all__ = [
+    "AsyncLMCacheBatchedStream",
     "AsyncLMCacheContext",
     "AsyncLMCacheStream",
+    "BatchReport",
+    "BatchStoppedError",
     "CacheConnectError",
     "CacheError",
     "CacheLostError",
@@ -52,6 +57,7 @@ __all__ = [
     "CallerError",
     "ClosedError",
     "CompletionTimeouts",
+    "Distribution",
     "EditReport",
     "EngineConnectError",
     "EngineError",
@@ -66,14 +72,17 @@ __all__ = [
     "KVGeometry",
     "KVNotReadyError",
     "Keep",
+    "LMCacheBatchedStream",
     "LMCacheStream",
     "LMCacheStreamError",
     "LayoutError",
+    "PhaseOutcome",
     "PostCompletion",
     "RopeConfig",
     "StoreIncompleteError",
     "StoreResult",
     "StreamBusyError",
+    "StreamOutcome",
     "StreamPerfMetrics",
     "Timeouts",
     "TokenEvent",

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .batch.outcome import StreamOutcome
 
 __all__ = [
+    "BatchStoppedError",
     "CacheConnectError",
     "CacheError",
     "CacheLostError",
@@ -96,7 +101,15 @@ class TruncatedStreamError(EngineError):
 
 
 class EngineTimeoutError(EngineError, TimeoutError):
-    """The engine let a deadline pass: the first token's, or the one between two events."""
+    """The engine let a deadline pass: the connection's, the first token's, or the one between two events.
+
+    Attributes:
+        connecting: no connection had come about: the engine may be down.
+    """
+
+    def __init__(self, message: str, *, token_ids: Sequence[int] = (), connecting: bool = False) -> None:
+        super().__init__(message, token_ids=token_ids)
+        self.connecting = connecting
 
 
 class CacheError(LMCacheStreamError):
@@ -141,3 +154,28 @@ class StoreIncompleteError(CacheError):
 
 class CacheLostError(CacheError):
     """Edited KV was no longer in the cache when it was to be used."""
+
+
+class BatchStoppedError(LMCacheStreamError):
+    """A batch was stopped because its engine or its cache is down: no stream could have gone on.
+
+    ``__cause__`` is the connection error that outlived its retries.
+
+    Attributes:
+        party: ``engine`` or ``cache``.
+        outcomes: what the streams came to that had ended by then, in the order of adding.
+        unfinished: ids of the others, which were cancelled or never begun, in the order of adding.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        party: str,
+        outcomes: Sequence[StreamOutcome],
+        unfinished: Sequence[str],
+    ) -> None:
+        super().__init__(message)
+        self.party = party
+        self.outcomes: tuple[StreamOutcome, ...] = tuple(outcomes)
+        self.unfinished: tuple[str, ...] = tuple(unfinished)

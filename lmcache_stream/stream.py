@@ -107,6 +107,12 @@ class AsyncLMCacheStream:
         """The salt that the next operation uses; with ``fork``, every edit changes it."""
         return self._state.cache_salt
 
+    @property
+    def prefix_bytes(self) -> int:
+        """Bytes of the KV that an edit sees now: of the whole chunks of the last prompt."""
+        tokens = self._state.cacheable(self._context.chunk_size)
+        return tokens * self._context.geometry.bytes_per_token
+
     async def generate(
         self, sampling_params: Mapping[str, Any], suffix_tokens: Sequence[int] = ()
     ) -> StreamPerfMetrics:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -49,6 +50,36 @@ def interrupted(context: sync.LMCacheContext) -> None:
     except KeyboardInterrupt:
         say("interrupted")
     stream.modify_kv  # noqa: B018 - the stream is still there
+    say(f"lookup {context.lookup([1, 2, 3, 4])}")
+
+
+def batch(context: sync.LMCacheContext) -> None:
+    """Print "ready" once every stream of a batch decodes, be interrupted, and go on using everything."""
+    decoding = closed = 0
+
+    async def endless_too(*_: Any) -> AsyncIterator[lms.TokenEvent]:
+        nonlocal decoding, closed
+        try:
+            yield lms.TokenEvent(1, "x")
+            decoding += 1
+            if decoding == 3:
+                say("ready")
+            while True:
+                await asyncio.sleep(0.01)
+                yield lms.TokenEvent(1, "x")
+        finally:
+            closed += 1
+            if closed == 3:
+                say("closed 3")
+
+    streams = sync.LMCacheBatchedStream()
+    for number in range(3):
+        streams.add(sync.create_request(context, endless_too, [number, 2, 3, 4, 5]))
+    try:
+        streams.run_streams({"max_tokens": 10**6})
+    except KeyboardInterrupt:
+        say("interrupted")
+    say(f"{streams.get_perf_metrics('decode').streams} outcomes")
     say(f"lookup {context.lookup([1, 2, 3, 4])}")
 
 

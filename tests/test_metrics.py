@@ -37,6 +37,7 @@ def test_latencies_are_vllm_s(
 ) -> None:
     metrics = figures(arrivals)
     assert (metrics.ttft, metrics.tpot, metrics.itl) == (ttft, tpot, itl)
+    assert metrics.e2e_latency == (arrivals[-1] - 10.0 if arrivals else None)
     assert metrics.output_tokens == len(arrivals)
     assert metrics.output_tput == len(arrivals) / 10.0
     assert (metrics.duration, metrics.input_tput) == (10.0, 10.0)
@@ -45,6 +46,29 @@ def test_latencies_are_vllm_s(
 def test_a_pass_of_no_duration_has_no_throughput() -> None:
     metrics = figures([], ended=10.0)
     assert (metrics.input_tput, metrics.output_tput) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("values", "mean", "p50", "p90", "p99"),
+    [
+        ([5.0], 5.0, 5.0, 5.0, 5.0),
+        ([3.0, 1.0], 2.0, 2.0, 2.8, 2.98),
+        (list(range(101)), 50.0, 50.0, 90.0, 99.0),
+        # Equal to numpy.percentile([4, 1, 9, 2], [50, 90, 99]).
+        ([4.0, 1.0, 9.0, 2.0], 4.0, 3.0, 7.5, 8.85),
+    ],
+)
+def test_percentiles_interpolate_linearly(
+    values: list[float], mean: float, p50: float, p90: float, p99: float
+) -> None:
+    spread = lms.Distribution.of(values)
+    assert spread is not None
+    assert spread.count == len(values)
+    assert (spread.mean, spread.p50, spread.p90, spread.p99) == pytest.approx((mean, p50, p90, p99))
+
+
+def test_no_values_have_no_distribution() -> None:
+    assert lms.Distribution.of([]) is None
 
 
 async def test_a_stream_measures_by_the_events_arrival() -> None:

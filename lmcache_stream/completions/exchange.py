@@ -219,7 +219,8 @@ class Exchange:
         if isinstance(error, aiohttp.ServerTimeoutError | asyncio.TimeoutError):
             return EngineTimeoutError(
                 f"{where}: no connection within {self.request.connect} s: is the engine up, and "
-                "base_url= right? timeouts= sets the deadline"
+                "base_url= right? timeouts= sets the deadline",
+                connecting=True,
             )
         return EngineConnectError(f"{where}: {_said(error)}; {self._advice(error)}")
 

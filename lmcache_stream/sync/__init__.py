@@ -5,12 +5,14 @@ Works in a plain script, in threads, and in a notebook whose own loop is running
 
 from .._editing import KVEdit
 from .._state import EditReport
+from ..batch import BatchReport, PhaseOutcome, StreamOutcome
 from ..cache.geometry import KVGeometry
 from ..cache.peer import Timeouts
 from ..cache.stores import StoreResult
 from ..completions import CompletionTimeouts, FinishEvent, PostCompletion, TokenEvent
 from ..dropping.keep import Keep, keep
 from ..errors import (
+    BatchStoppedError,
     CacheConnectError,
     CacheError,
     CacheLostError,
@@ -31,13 +33,16 @@ from ..errors import (
     StreamBusyError,
     TruncatedStreamError,
 )
-from ..metrics import StreamPerfMetrics
+from ..metrics import Distribution, StreamPerfMetrics
 from ..rope import RopeConfig
+from ._batch import LMCacheBatchedStream
 from ._completions import SyncPostCompletion, VLLMCompletions
 from ._context import LMCacheContext, connect
 from ._stream import Generation, LMCacheStream, create_request
 
 __all__ = [
+    "BatchReport",
+    "BatchStoppedError",
     "CacheConnectError",
     "CacheError",
     "CacheLostError",
@@ -45,6 +50,7 @@ __all__ = [
     "CallerError",
     "ClosedError",
     "CompletionTimeouts",
+    "Distribution",
     "EditReport",
     "EngineConnectError",
     "EngineError",
@@ -59,15 +65,18 @@ __all__ = [
     "KVGeometry",
     "KVNotReadyError",
     "Keep",
+    "LMCacheBatchedStream",
     "LMCacheContext",
     "LMCacheStream",
     "LMCacheStreamError",
     "LayoutError",
+    "PhaseOutcome",
     "PostCompletion",
     "RopeConfig",
     "StoreIncompleteError",
     "StoreResult",
     "StreamBusyError",
+    "StreamOutcome",
     "StreamPerfMetrics",
     "SyncPostCompletion",
     "Timeouts",

@@ -1,0 +1,7 @@
+"""Many streams as one batch: run, edited and reported together."""
+
+from .batched import AsyncLMCacheBatchedStream
+from .outcome import PhaseOutcome, StreamOutcome
+from .report import BatchReport
+
+__all__ = ["AsyncLMCacheBatchedStream", "BatchReport", "PhaseOutcome", "StreamOutcome"]
