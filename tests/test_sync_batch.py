@@ -96,7 +96,7 @@ def test_one_phase_at_a_time(server: FakeLMCache) -> None:
 def test_outcomes_as_they_come_and_a_loop_that_is_left(server: FakeLMCache) -> None:
     with open_context(server) as context:
         engines = engines_on(server, 3)
-        engines[0].scripts = [[5.0]]
+        engines[0].scripts = [[30.0]]
         batch = batch_in(context, engines)
         started = time.monotonic()
         seen = []
@@ -104,7 +104,7 @@ def test_outcomes_as_they_come_and_a_loop_that_is_left(server: FakeLMCache) -> N
             seen.append(outcome.stream_id)
             if len(seen) == 2:
                 break
-        assert time.monotonic() - started < 4
+        assert time.monotonic() - started < 15
         assert set(seen) == set(batch.stream_ids()[1:])
         # Leaving the loop has waited for the pass that it cancelled.
         assert engines[0].closed == 1

@@ -233,7 +233,7 @@ class AsyncLMCacheBatchedStream:
         chosen = self._streams if stream_ids is None else self._chosen(stream_ids)
         limit = self._max_concurrency
         if limit is None:
-            limit = descriptor_limit()
+            limit = min(descriptor_limit(), max(1, len(chosen)))
             if limit < len(chosen):
                 logger.warning(
                     "%d of %d streams run at once, in half of the free file descriptors; `ulimit -n` allows "

@@ -133,6 +133,11 @@ class LMCacheStream:
         """The salt that the next operation uses."""
         return self._stream.cache_salt
 
+    @property
+    def prefix_bytes(self) -> int:
+        """Bytes of the KV that an edit sees now."""
+        return self._stream.prefix_bytes
+
     def generate(
         self, sampling_params: Mapping[str, Any], suffix_tokens: Sequence[int] = ()
     ) -> StreamPerfMetrics:

@@ -9,7 +9,7 @@ import logging
 import os
 import resource
 import weakref
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
@@ -47,7 +47,7 @@ async def test_run_takes_each_stream_through_prefill_edit_and_decoding(
         assert fork == streams[number].cache_salt
     times = [(phase.began, phase.began + phase.seconds) for phase in first.phases]
     assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(times))
-    assert first.seconds == pytest.approx(sum(phase.seconds for phase in first.phases), abs=0.05)
+    assert 0 < sum(phase.seconds for phase in first.phases) <= first.seconds
 
 
 async def test_no_stream_waits_for_another(make: MakeStream, engines: list[ScriptedEngine]) -> None:
@@ -174,7 +174,7 @@ async def test_what_cannot_be_right_is_refused_before_anything_is_sent(
     batch = batch_of([stream])
     twice, params = [stream.stream_id()] * 2, {"max_tokens": 1}
     wrong: Any = 5
-    refused = [
+    refused: list[tuple[Callable[[], object], str]] = [
         (lambda: batch.add(stream), "already"),
         (lambda: batch.add(wrong), "AsyncLMCacheStream"),
         (lambda: batch.get_stream("x"), "no stream 'x'"),
@@ -276,6 +276,17 @@ async def test_edits_share_the_memory_that_they_may_take(
         assert most == wanted
         assert report.queue_time is not None
         assert max(outcome.queue_time for outcome in report.outcomes) >= 0.02
+
+
+async def test_a_stream_says_how_much_an_edit_of_it_takes(make: MakeStream) -> None:
+    stream = make()
+    assert stream.prefix_bytes == BYTES
+    await stream.generate({"max_tokens": 1})
+    await stream.modify_kv(first_half)
+    assert stream.prefix_bytes == BYTES // 2
+    await stream.generate({"max_tokens": 2})
+    # Of the prompt that was sent, 8 edited tokens and 3 behind them, two chunks are whole.
+    assert stream.prefix_bytes == BYTES // 2
 
 
 async def test_a_cancellation_that_nobody_asked_for_is_an_error_of_its_row(make: MakeStream) -> None:

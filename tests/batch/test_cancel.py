@@ -12,10 +12,11 @@ import pytest
 import lmcache_stream as lms
 
 from ..cache.conftest import FAST, GEOMETRY
+from ..cancelling import cancelled_at
 from ..completions.scripted import Connection, serving
 from ..fakes.engine import ScriptedEngine
 from ..fakes.lmcache import FakeLMCache
-from .conftest import MakeStream, batch_of, first_half, prompt_of
+from .conftest import Batch, MakeStream, batch_of, first_half, prompt_of
 
 
 async def is_settled(server: FakeLMCache, engines: list[ScriptedEngine]) -> None:
@@ -27,15 +28,16 @@ async def is_settled(server: FakeLMCache, engines: list[ScriptedEngine]) -> None
     assert server.locked == (0, 0)
 
 
+@pytest.mark.parametrize("edit", [lms.keep(range(8)), first_half], ids=["keep", "function"])
 async def test_a_cancel_at_any_point_leaves_no_lock_and_no_open_stream(
-    make: MakeStream, engines: list[ScriptedEngine], server: FakeLMCache
+    make: MakeStream, engines: list[ScriptedEngine], server: FakeLMCache, edit: Any
 ) -> None:
     cancelled = ended = 0
     ticks = 1
     while ended < 2:
         first = len(engines)
         batch = batch_of([make([1, 0.001, "length"], [7, 0.001, 8, "stop"]) for _ in range(3)], 2)
-        task = asyncio.ensure_future(batch.run(lms.keep(range(8)), {"max_tokens": 5}))
+        task = asyncio.ensure_future(batch.run(edit, {"max_tokens": 5}))
         for _ in range(ticks):
             await asyncio.sleep(0)
         task.cancel()
@@ -48,7 +50,7 @@ async def test_a_cancel_at_any_point_leaves_no_lock_and_no_open_stream(
         # Each stream is as usable as before.
         for engine in engines[first:]:
             engine.scripts = []
-        outcomes = await batch.run(lms.keep(range(8)), {"max_tokens": 1})
+        outcomes = await batch.run(edit, {"max_tokens": 1})
         assert [outcome.error for outcome in outcomes] == [None] * 3
         ticks += max(1, ticks // 4)
     assert cancelled >= 10
@@ -57,12 +59,12 @@ async def test_a_cancel_at_any_point_leaves_no_lock_and_no_open_stream(
 async def test_a_loop_that_is_left_cancels_the_rest(
     make: MakeStream, engines: list[ScriptedEngine], server: FakeLMCache
 ) -> None:
-    batch = batch_of([make(), make([5.0]), make([1, "length"], [7, 5.0, 8, "stop"])])
+    batch = batch_of([make(), make([30.0]), make([1, "length"], [7, 30.0, 8, "stop"])])
     async for outcome in batch.as_completed(first_half, {"max_tokens": 5}):
         assert outcome.stream_id == batch.stream_ids()[0]
         break
     # The loop has let go of the generator, and asyncio closes it in a task of its own.
-    async with asyncio.timeout(1):
+    async with asyncio.timeout(5):
         while any(engine.closed < len(engine.requests) for engine in engines):
             await asyncio.sleep(0.001)
     await is_settled(server, engines)
@@ -73,7 +75,7 @@ async def test_a_loop_that_is_left_cancels_the_rest(
 async def test_a_generator_that_is_closed_waits_for_what_it_cancels(
     make: MakeStream, engines: list[ScriptedEngine], server: FakeLMCache
 ) -> None:
-    batch = batch_of([make(), make([5.0])])
+    batch = batch_of([make(), make([30.0])])
     async with contextlib.aclosing(batch.as_completed(first_half, {"max_tokens": 5})) as outcomes:
         async for _ in outcomes:
             break
@@ -86,7 +88,7 @@ async def test_a_generator_that_is_closed_waits_for_what_it_cancels(
 async def test_a_consumer_that_is_cancelled_cancels_the_batch(
     make: MakeStream, engines: list[ScriptedEngine], server: FakeLMCache
 ) -> None:
-    batch = batch_of([make([5.0]), make([5.0])])
+    batch = batch_of([make([30.0]), make([30.0])])
 
     async def consume() -> None:
         async for _ in batch.as_completed(first_half, {"max_tokens": 5}):
@@ -97,6 +99,25 @@ async def test_a_consumer_that_is_cancelled_cancels_the_batch(
     await is_settled(server, engines)
 
 
+async def test_a_consumer_that_is_cancelled_at_any_point_leaves_nothing(
+    make: MakeStream, engines: list[ScriptedEngine], server: FakeLMCache
+) -> None:
+    number = 1
+    while True:
+        batch = batch_of([make(), make()])
+
+        async def consume(batch: Batch = batch) -> None:
+            async with contextlib.aclosing(batch.as_completed(first_half, {"max_tokens": 5})) as outcomes:
+                async for _ in outcomes:
+                    await asyncio.sleep(0)
+
+        if not await cancelled_at(consume(), number):
+            break
+        await is_settled(server, engines)
+        number += 1
+    assert number >= 4
+
+
 async def test_an_engine_that_goes_down_stops_the_batch_and_keeps_what_there_is(
     make: MakeStream, engines: list[ScriptedEngine], server: FakeLMCache
 ) -> None:
@@ -104,8 +125,8 @@ async def test_an_engine_that_goes_down_stops_the_batch_and_keeps_what_there_is(
     streams = [
         make(),
         make([1, "length"], *([error] for error in down)),
-        make([1, 5.0, "length"]),
-        *(make([5.0]) for _ in range(3)),
+        make([1, 30.0, "length"]),
+        *(make([30.0]) for _ in range(3)),
     ]
     batch = batch_of(streams, 3)
     with pytest.raises(

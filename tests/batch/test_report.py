@@ -73,7 +73,7 @@ async def test_latencies_equal_a_table_computed_by_hand(context: lms.AsyncLMCach
 async def test_throughputs_are_over_the_time_of_the_call(make: MakeStream) -> None:
     batch = batch_of([make([1, 0.1, 2, "length"]) for _ in range(3)])
     report = await batch.decode({"max_tokens": 2})
-    assert 0.1 <= report.duration < 1
+    assert report.duration >= 0.1
     assert report.output_tput == 6 / report.duration
     assert report.input_tput == 54 / report.duration
     assert report.edit_gb_per_s is None
@@ -93,9 +93,7 @@ def outcome(
         cache_salt="~",
         seconds=edit_seconds,
     )
-    phase = lms.PhaseOutcome(
-        name="edit", began=began, seconds=seconds, attempts=1, edit=None if error else edit
-    )
+    phase = lms.PhaseOutcome(name="edit", began=began, seconds=seconds, attempts=1, edit=edit)
     return lms.StreamOutcome(
         stream_id=str(began),
         token_ids=(),

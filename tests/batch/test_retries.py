@@ -71,19 +71,19 @@ def test_a_busy_engine_is_not_down() -> None:
 async def test_attempts_are_counted_for_each_phase_and_their_pauses_are_no_latency(
     make: MakeStream, engines: list[ScriptedEngine]
 ) -> None:
-    stream = make([busy(503, 0.15)], [1, "length"], [REFUSED], [REFUSED], [7, 8, "stop"])
+    stream = make([busy(503, 0.4)], [1, "length"], [REFUSED], [REFUSED], [7, 8, "stop"])
     batch = batch_of([stream, make()])
     started = time.perf_counter()
     outcome, other = await batch.run(first_half, {"max_tokens": 5})
-    assert time.perf_counter() - started >= 0.15
+    assert time.perf_counter() - started >= 0.4
     assert [phase.attempts for phase in outcome.phases] == [2, 1, 3]
     assert (outcome.attempts, outcome.retries, other.retries) == (6, 3, 0)
     assert outcome.token_ids == (1, 7, 8)
-    assert outcome.phases[0].paused >= 0.15
+    assert outcome.phases[0].paused >= 0.4
     assert outcome.prefill is not None
     assert outcome.prefill.ttft is not None
-    assert outcome.prefill.ttft < 0.15
-    assert outcome.phases[0].seconds >= 0.15
+    assert outcome.prefill.ttft < 0.4
+    assert outcome.phases[0].seconds >= 0.4
     # Every attempt sent the same.
     assert engines[0].requests[0] == engines[0].requests[1]
     assert engines[0].requests[2] == engines[0].requests[3] == engines[0].requests[4]
@@ -146,7 +146,7 @@ async def test_retry_after_of_a_real_answer_is_honoured(context: lms.AsyncLMCach
 
 
 async def test_a_real_engine_that_is_not_there_is_an_outage(context: lms.AsyncLMCacheContext) -> None:
-    async with serving(Connection.request) as server:
+    async with serving() as server:
         url = server.url
     async with lms.VLLMCompletions(url, "m") as engine:
         batch = batch_of([lms.create_request(context, engine, prompt_of(n)) for n in range(5)])
