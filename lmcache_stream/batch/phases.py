@@ -13,6 +13,8 @@ from ..stream import AsyncLMCacheStream
 
 __all__ = ["Edit", "Pass", "Phase", "decode", "prefill"]
 
+_LONGEST = 80
+
 
 @dataclass(frozen=True, slots=True)
 class Pass:
@@ -28,7 +30,7 @@ class Pass:
 
     def described(self) -> tuple[str, str]:
         """Return a key and a text for the report."""
-        return f"{self.name}_params", repr(dict(self.params))
+        return f"{self.name}_params", _shortened(repr(dict(self.params)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +57,7 @@ class Edit:
 
     def described(self) -> tuple[str, str]:
         """Return a key and a text for the report."""
-        return self.name, getattr(self.fn, "__qualname__", None) or repr(self.fn)
+        return self.name, _shortened(getattr(self.fn, "__qualname__", None) or repr(self.fn))
 
     async def apply(self, stream: AsyncLMCacheStream) -> None:
         """Edit the KV of ``stream``."""
@@ -85,3 +87,8 @@ def prefill(sampling_params: Mapping[str, Any]) -> Pass:
     if isinstance(params.get("min_tokens"), int):
         params["min_tokens"] = min(1, params["min_tokens"])
     return Pass("prefill", params)
+
+
+def _shortened(text: str) -> str:
+    # keep() names every index, of which there can be thousands.
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."

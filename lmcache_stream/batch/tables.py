@@ -126,4 +126,6 @@ def _shown(value: Any) -> str:
         return "-"
     if isinstance(value, int) and not isinstance(value, bool):
         return f"{value:,}"
-    return f"{value:,.3f}" if isinstance(value, float) else str(value)
+    if isinstance(value, float):
+        return f"{value:,.3f}" if abs(value) >= 0.1 else f"{value:.3g}"
+    return str(value)

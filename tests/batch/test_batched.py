@@ -109,6 +109,11 @@ async def test_a_stream_that_fails_takes_nothing_from_the_others(make: MakeStrea
     report = batch.get_perf_metrics("run")
     assert (report.completed, report.failed) == (6, 3)
     assert report.failures == {"EngineStatusError": 1, "ZeroDivisionError": 1, "TruncatedStreamError": 1}
+    # The failed ones' prefills and edits, which came to their ends, are in no other figure.
+    assert (report.input_tokens, report.output_tokens) == (6 * (18 + 11), 6 * 3)
+    assert report.kv_bytes_before == 6 * BYTES
+    assert report.prefill_ttft is not None
+    assert report.prefill_ttft.count == 6
 
 
 async def test_a_failed_edit_keeps_no_kv_in_memory(make: MakeStream) -> None:

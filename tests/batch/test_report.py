@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 import lmcache_stream as lms
+from lmcache_stream.batch.tables import Table
 
 from .conftest import BYTES, MakeStream, batch_of, first_half, prompt_of
 
@@ -146,6 +147,24 @@ async def test_a_run_counts_both_passes_and_shows_the_latencies_of_decoding(make
     assert prefill.tpot is edits.ttft is edits.job_time is decode.edit_time is None
     assert 0.02 <= decode.duration < report.duration
     assert prefill.duration < report.duration
+
+
+async def test_the_configuration_is_reported_in_short(make: MakeStream) -> None:
+    batch = batch_of([make(), make()], max_edit_bytes=10**6, max_attempts=2)
+    report = await batch.modify(lms.keep(range(10_000)), timeout=0.01)
+    assert report.failures == {"KVNotReadyError": 2}
+    shown = dict(report.configuration)
+    edit = shown.pop("edit")
+    assert edit.startswith("Keep(indices=(0, 1, 2")
+    assert len(edit) < 90
+    assert shown == {"streams": 2, "max_concurrency": 2, "max_edit_bytes": 10**6, "max_attempts": 2}
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(1234.5678, "1,234.568"), (0.01234, "0.0123"), (0.0, "0"), (None, "-")]
+)
+def test_small_figures_keep_their_digits(value: float | None, text: str) -> None:
+    assert Table.of_figures("", {"x": value}).rows == (("x", text),)
 
 
 @pytest.mark.usefixtures("clock")
