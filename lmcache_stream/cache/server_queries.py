@@ -12,6 +12,7 @@ from ..errors import GeometryError, InvalidRequestError
 from ..rope import RopeConfig
 from .discovery import Discovery
 from .geometry import KVGeometry
+from .held import HeldPrefix
 from .model_config import ModelConfig
 from .selfcheck import MAX_SPREAD, measure_spread, repeated_rows
 
@@ -95,8 +96,7 @@ class ServerQueries:
         async with self._context.hold(lease) as held:
             if held is None:
                 raise self._missing(0, len(tokens))
-            places = repeated_rows(tokens)
-            check_queries(held.layer0(places), [tokens[place] for place in places], places, rope)
+            await self._context.edit_workers.run(_check, held, tokens, rope)
             queries = await held.last(min(count, len(tokens)))
         return queries[0]
 
@@ -110,3 +110,8 @@ class ServerQueries:
     async def aclose(self) -> None:
         """Close the context; idempotent."""
         await self._context.aclose()
+
+
+def _check(held: HeldPrefix, tokens: Sequence[int], rope: RopeConfig) -> None:
+    places = repeated_rows(tokens)
+    check_queries(held.layer0(places), [tokens[place] for place in places], places, rope)
