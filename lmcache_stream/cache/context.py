@@ -224,13 +224,15 @@ class AsyncLMCacheContext(Lifecycle):
         """
         holds = self._transfers.holds
         async with AsyncExitStack() as stack:
+            found = lease.tokens[: lease.chunks * self.chunk_size]
             try:
                 held = await stack.enter_async_context(holds.hold(lease))
             except ChunkMismatchError as mismatch:
                 await self._knowledge.correct(mismatch)
-                lease = await self.pin(lease.tokens, lease.cache_salt)
+                # Whoever counts on what was found first must be given neither less nor more.
+                lease = await self.pin(found, lease.cache_salt)
                 held = await stack.enter_async_context(holds.hold(lease))
-            if held.chunks is None:
+            if held.chunks is None or len(held.chunks) * self.chunk_size < len(found):
                 yield None
                 return
             tokens = lease.tokens[: len(held.chunks) * self.chunk_size]

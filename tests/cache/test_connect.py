@@ -17,6 +17,7 @@ import torch
 from aiohttp import web
 
 import lmcache_stream as lms
+from lmcache_stream.cache import knowledge
 
 from ..cancelling import cancelled_at
 from ..fakes.lmcache import FakeLMCache
@@ -558,6 +559,30 @@ async def test_the_first_retrieve_corrects_an_assumed_dtype(server: FakeLMCache,
         assert server.locked == (0, 0)
         assert await context.store(kv, [1, *TOKENS[1:]])
     assert server.registered == {}
+
+
+@pytest.mark.parametrize("change", ["more", "less"])
+async def test_what_was_found_is_what_is_held_after_the_correction(
+    server: FakeLMCache, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    """An edit has made up its mind about what follows the prefix by then."""
+    kv = random_kv(12).bfloat16()
+    server.put(TOKENS[:8], kv[:, :, :8])
+    correct = knowledge.Knowledge.correct
+
+    async def meanwhile(self: knowledge.Knowledge, mismatch: Any) -> None:
+        await correct(self, mismatch)
+        if change == "more":
+            server.put_chunk(TOKENS, kv[:, :, 8:])
+        else:
+            del server.chunks["model", "", tuple(TOKENS[:8])]
+
+    monkeypatch.setattr(knowledge.Knowledge, "correct", meanwhile)
+    async with connecting(server, geometry=None, model_config=CONFIG) as context:
+        lease = await context.pin(TOKENS)
+        async with context.hold(lease) as held:
+            assert (held and held.tokens) == (TOKENS[:8] if change == "more" else None)
+        assert server.locked == (0, 0)
 
 
 async def test_many_first_retrieves_correct_it_once(server: FakeLMCache) -> None:
