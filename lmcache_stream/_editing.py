@@ -1,51 +1,25 @@
-"""Applying an edit to retrieved KV, and storing its result until all of it is in the cache."""
+"""Applying an edit: a function, kept indices or a policy, to a prefix that is locked in the cache."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-import anyio
 import torch
 
-from ._checks import checked_token_ids
+from ._storing import LEAST_STORE, AppliedEdit, whole_chunks
 from .cache.context import AsyncLMCacheContext
 from .cache.edit import drop_tokens
 from .cache.held import HeldPrefix
 from .cache.lookups import PrefixLease
 from .cache.server_queries import check_queries
 from .dropping import CachedPrefix, HFQueries, Keep, Layers, Policy
-from .errors import InvalidRequestError, StoreIncompleteError
+from .errors import InvalidRequestError
 
 Edited = tuple[torch.Tensor, Sequence[int]]
 KVEdit = Callable[[torch.Tensor, list[int]], Edited | Awaitable[Edited]] | Keep | Policy
 Queries = torch.Tensor | Callable[[torch.Tensor, list[int]], torch.Tensor | Awaitable[torch.Tensor]]
-
-_FIRST_PAUSE = 0.05
-_LONGEST_PAUSE = 1.0
-# The least time that a store gets, however little is left.
-_LEAST_STORE = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class AppliedEdit:
-    """What an edit made of a prefix.
-
-    Attributes:
-        tokens_before: length of the prefix.
-        tokens: the n token ids that it left.
-        kv: their KV, ``[2, L, n, D]``; None where its whole chunks are stored already.
-        kept: int64 ``[n]``, which of the tokens before these are; None where a function made them.
-        prints: the fingerprint of what is stored already.
-    """
-
-    tokens_before: int
-    tokens: Sequence[int]
-    kv: torch.Tensor | None
-    kept: torch.Tensor | None = None
-    prints: torch.Tensor | None = None
 
 
 def check_edit(fn: KVEdit, queries: Queries | None) -> None:
@@ -144,7 +118,7 @@ async def _drop_where_it_lies(
         layers = Layers(count, held.keys), Layers(count, held.values)
         kept = await _choose(context, fn, layers, tokens, queries)
     whole = kept[: whole_chunks(len(kept), context.chunk_size)]
-    deadline = max(timeout, _LEAST_STORE)
+    deadline = max(timeout, LEAST_STORE)
     prints = await held.drop(whole, context.rope, cache_salt, deadline=deadline)
     if prints is None:
         # No room. To wait for some, the prefix must be held no longer, or others wait for this one.
@@ -202,67 +176,3 @@ async def _call(
         return await function(kv, tokens)
     result = await context.edit_workers.run(function, kv, tokens)
     return await result if inspect.isawaitable(result) else result
-
-
-def whole_chunks(num_tokens: int, chunk_size: int) -> int:
-    """Return how many tokens of an edit are in whole chunks.
-
-    Raises:
-        InvalidRequestError: not one chunk.
-    """
-    whole = num_tokens // chunk_size * chunk_size
-    if whole == 0:
-        raise InvalidRequestError(
-            f"the edit left {num_tokens} tokens, less than one chunk of {chunk_size}: there is nothing "
-            "to store"
-        )
-    return whole
-
-
-async def store_whole(
-    context: AsyncLMCacheContext, edit: AppliedEdit, cache_salt: str, *, own_salt: bool, timeout: float
-) -> tuple[list[int], torch.Tensor]:
-    """Store an edit's whole chunks until a lookup finds every one of them, unless that was done before.
-
-    With no room in the cache it holds no lock while it waits for the server's eviction. Returns the edit's
-    token ids and the fingerprint of what was stored.
-
-    Raises:
-        InvalidRequestError: KV and ids do not fit each other or the cache, or are less than a chunk.
-        StoreIncompleteError: not all was in within ``timeout`` seconds, or never can be.
-    """
-    ids = checked_token_ids(edit.tokens, "tokens")
-    if edit.kv is None:
-        assert edit.prints is not None
-        return ids, edit.prints
-    context.check_kv(edit.kv, len(ids))
-    whole = whole_chunks(len(ids), context.chunk_size)
-    kv, tokens = edit.kv[:, :, :whole], ids[:whole]
-    if kv.device.type != "cpu":
-        # Once, for every try and for the fingerprint.
-        kv = await context.edit_workers.run(kv.cpu)
-    end = anyio.current_time() + timeout
-    pause = _FIRST_PAUSE
-    wanted = len(tokens) // context.chunk_size
-    while True:
-        left = max(end - anyio.current_time(), _LEAST_STORE)
-        result = await context.store(kv, tokens, cache_salt, own_salt=own_salt, deadline=left)
-        if result:
-            return ids, await context.fingerprint(kv)
-        stored = wanted - result.refused
-        if result.conflicting:
-            raise StoreIncompleteError(
-                f"{result.conflicting} of {wanted} chunks: other KV of the same tokens is in LMCache "
-                "under this salt and is never overwritten; use isolation='fork'",
-                stored=stored,
-                wanted=wanted,
-            )
-        if anyio.current_time() + pause > end:
-            raise StoreIncompleteError(
-                f"{stored} of {wanted} chunks of the edit are in LMCache after {timeout:g} s: its memory "
-                "is full of KV in use; give the cache more (--l1-size-gb) or edit fewer streams at once",
-                stored=stored,
-                wanted=wanted,
-            )
-        await anyio.sleep(pause)
-        pause = min(2 * pause, _LONGEST_PAUSE)

@@ -11,9 +11,10 @@ import torch
 
 from ._checks import checked_salt, checked_seconds, checked_token_ids
 from ._edited import ADVICE
-from ._editing import AppliedEdit, KVEdit, Queries, apply_edit, check_edit, store_whole
+from ._editing import KVEdit, Queries, apply_edit, check_edit
 from ._retrieval import wait_for_prefix
 from ._state import EditReport, StreamState, forked_salt
+from ._storing import AppliedEdit, commit_edit
 from ._turns import Turns
 from .cache.context import AsyncLMCacheContext
 from .cache.lookups import PrefixLease
@@ -278,25 +279,9 @@ class AsyncLMCacheStream:
     async def _commit(
         self, edit: AppliedEdit, tail: Sequence[int], salt: str, started: float, timeout: float
     ) -> None:
-        state, fork = self._state, self._isolation == "fork"
-        ids, prints = await store_whole(self._context, edit, salt, own_salt=fork, timeout=timeout)
-        whole = len(prints) * self._context.chunk_size
-        before, per_token = edit.tokens_before, self._context.geometry.bytes_per_token
-        kept = None if edit.kept is None else tuple(state.origins[index] for index in edit.kept.tolist())
-        report = EditReport(
-            tokens_before=before,
-            tokens_after=len(ids),
-            recomputed_tokens=len(ids) - whole,
-            bytes_before=before * per_token,
-            bytes_after=whole * per_token,
-            cache_salt=salt,
-            seconds=time.perf_counter() - started,
-            kept_indices=kept,
-            layout_spread=self._context.layout_spread,
-        )
-        behind = [*ids[whole:], *tail, *state.suffix]
-        origins = None if kept is None else (*kept, *state.origins[before:], *state.suffix_origins)
-        state.replace(ids[:whole], behind, salt, report, prints, origins)
+        own = self._isolation == "fork"
+        context, state = self._context, self._state
+        await commit_edit(context, state, edit, tail, salt, own_salt=own, started=started, timeout=timeout)
 
     def __repr__(self) -> str:
         state = self._state

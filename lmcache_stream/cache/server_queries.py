@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from torch import Tensor
 
+from .._workers import Workers
 from ..errors import GeometryError, InvalidRequestError
 from ..rope import RopeConfig
 from .discovery import Discovery
 from .geometry import KVGeometry
 from .held import HeldPrefix
+from .lookups import PrefixLease
 from .model_config import ModelConfig
 from .selfcheck import MAX_SPREAD, measure_spread, repeated_rows
-
-if TYPE_CHECKING:
-    from .context import AsyncLMCacheContext
 
 __all__ = ["QUERY_MARK", "ServerQueries", "check_queries", "discover_queries"]
 
@@ -66,6 +66,27 @@ def check_queries(rows: Tensor, tokens: Sequence[int], positions: Sequence[int],
         )
 
 
+class QueryCache(Protocol):
+    """A context on the cache of a model's queries."""
+
+    @property
+    def chunk_size(self) -> int: ...
+
+    @property
+    def model_name(self) -> str: ...
+
+    @property
+    def edit_workers(self) -> Workers: ...
+
+    async def pin(self, tokens: Sequence[int], cache_salt: str = "") -> PrefixLease: ...
+
+    async def unpin(self, lease: PrefixLease) -> None: ...
+
+    def hold(self, lease: PrefixLease) -> AbstractAsyncContextManager[HeldPrefix | None]: ...
+
+    async def aclose(self) -> None: ...
+
+
 class ServerQueries:
     """Retrieves queries from the cache of ``<model>##query``.
 
@@ -73,7 +94,7 @@ class ServerQueries:
         context: on that cache.
     """
 
-    def __init__(self, context: AsyncLMCacheContext) -> None:
+    def __init__(self, context: QueryCache) -> None:
         self._context = context
 
     async def last(self, tokens: Sequence[int], cache_salt: str, count: int, rope: RopeConfig) -> Tensor:

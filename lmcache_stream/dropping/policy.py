@@ -60,7 +60,11 @@ class DropPolicy(ABC):
 
     @abstractmethod
     def score(self, prefix: CachedPrefix) -> Tensor:
-        """Return a score a token, ``[T]``, any floating dtype: the higher, the sooner it is kept."""
+        """Return a score a token, ``[T]``, any floating dtype: the higher, the sooner it is kept.
+
+        It runs in a worker thread while the prefix is locked in the cache, whose locks last five minutes:
+        what takes longer is an error.
+        """
 
     def kept_indices(
         self,
