@@ -330,3 +330,39 @@ async def test_closing_in_the_middle_of_an_edit_leaves_no_lock(
     with pytest.raises(lms.ClosedError):
         await edit
     assert stream.edits == ()
+
+
+async def test_an_unanswered_end_of_a_retrieve_holds_an_edit_up_no_longer_than_its_timeout(
+    context: lms.AsyncLMCacheContext, server: FakeLMCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lmcache_stream.cache.lifecycle._CLOSE_GRACE", 0.1)
+    server.put(PREFIX, some_kv())
+    server.silent = {"commit_retrieve"}
+    async with asyncio.timeout(5):
+        await new_stream(context, server).modify_kv(lms.keep(KEPT))
+        server.silent = set()
+        await new_stream(context, server).modify_kv(lms.keep(KEPT))
+    await context.aclose()
+    server.read_locks.clear()
+
+
+async def test_a_restart_in_the_middle_of_an_edit_ends_it(
+    context: lms.AsyncLMCacheContext, server: FakeLMCache
+) -> None:
+    kv = some_kv()
+    server.put(PREFIX, kv)
+    policy = Waiting(ratio=0.5, sinks=1, window=1, asked=threading.Event(), go_on=threading.Event())
+    stream = new_stream(context, server)
+    edit = asyncio.create_task(stream.modify_kv(policy))
+    await asyncio.to_thread(policy.asked.wait, 10)
+    await server.stop()
+    await server.start()
+    policy.go_on.set()
+    async with asyncio.timeout(8):
+        await asyncio.wait({edit})
+    if edit.exception() is None:
+        kept = torch.tensor(stream.edits[0].kept_indices)
+        assert torch.equal(await stored(context, stream), drop_tokens(kv, PREFIX, kept, ROPE)[0])
+    else:
+        assert isinstance(edit.exception(), lms.CacheTimeoutError | lms.CacheConnectError)
+        assert stream.edits == ()

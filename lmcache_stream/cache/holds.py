@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -22,6 +23,8 @@ from .pickled import load_chunks
 from .shared_memory import SharedPool
 
 __all__ = ["HeldChunks", "Holds"]
+
+logger = logging.getLogger(__name__)
 
 # How long a cancelled caller waits for the server to take the locks back.
 _GRACE = 2.0
@@ -99,13 +102,20 @@ class Holds:
         finally:
             try:
                 if is_own:
-                    await _end(held)
+                    await self._leave(held, deadline)
                 else:
                     await self._lookups.release(lease)
             finally:
                 # An error that somebody keeps must not keep the pool mapped.
                 if held.chunks:
                     held.chunks.clear()
+
+    async def _leave(self, held: HeldChunks, deadline: float) -> None:
+        await _end(held, deadline)
+        if not held.ended.is_set():
+            # As above. What was read is right all the same.
+            self._peer.retire()
+            logger.warning("%s", await self._peer.explain("the end of a retrieve", deadline))
 
     async def _enter(self, lease: PrefixLease) -> tuple[HeldChunks, bool]:
         """Return the open retrieve of these chunks and whether it is ``lease``'s own."""
@@ -139,8 +149,7 @@ class Holds:
         try:
             await held.opened.wait()
         except BaseException:
-            held.closed.set()
-            await _end(held)
+            await _end(held, _GRACE)
             raise
         if held.chunks is None:
             # Raises what went wrong; without an error the chunks were gone.
@@ -168,10 +177,18 @@ class Holds:
                         await held.closed.wait()
                 finally:
                     held.is_ending = True
-                    await peer.call(COMMIT_RETRIEVE, prefix, instance, deadline=LATE_SECONDS)
+                    if await self._is_same(lease, pool):
+                        await peer.call(COMMIT_RETRIEVE, prefix, instance, deadline=LATE_SECONDS)
         finally:
             held.is_ending = True
             await self._lookups.give_back(lease, start=held_from)
+
+    async def _is_same(self, lease: PrefixLease, pool: SharedPool | None) -> bool:
+        """Tell whether the server is the lease's: one that was restarted would answer with silence."""
+        if lease.connection == self._peer.requests.connections:
+            return True
+        await self._peer.ensure_registered()
+        return pool is not None and pool is self._peer.pool
 
     async def _chunks(self, reply: PrepareRetrieveReply, count: int, pool: SharedPool | None) -> list[Tensor]:
         geometry = self._peer.geometry
@@ -184,11 +201,12 @@ class Holds:
         return [pool.chunk(slot, shape, geometry.dtype) for slot in slots]
 
 
-async def _end(held: HeldChunks) -> None:
+async def _end(held: HeldChunks, deadline: float) -> None:
     """Let go of the chunks and wait for the server to take the locks back; a cancelled caller not long."""
     held.closed.set()
     try:
-        await held.ended.wait()
+        with anyio.move_on_after(deadline):
+            await held.ended.wait()
     except asyncio.CancelledError:
         await to_the_end(_wait(held.ended))
         raise
