@@ -12,6 +12,7 @@ from ._storing import LEAST_STORE, AppliedEdit, whole_chunks
 from .cache.context import AsyncLMCacheContext
 from .cache.edit import drop_tokens
 from .cache.held import HeldPrefix
+from .cache.kv_check import check_editable
 from .cache.lookups import PrefixLease
 from .cache.server_queries import check_queries
 from .dropping import CachedPrefix, HFQueries, Keep, Layers, Policy
@@ -62,8 +63,13 @@ async def apply_edit(
         GeometryError, LayoutError: the edit cannot be done right for this model.
     """
     if isinstance(fn, Keep | Policy):
-        # Before anything is chosen: without RoPE it could not be moved.
-        _ = context.rope
+        # Before anything is chosen or reserved: without RoPE, or K and V, nothing could be moved.
+        try:
+            check_editable(context.geometry, context.model_name)
+            _ = context.rope
+        except BaseException:
+            await context.unpin(lease)
+            raise
     async with context.hold(lease) as held:
         if held is None:
             return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import threading
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -366,3 +367,30 @@ async def test_a_restart_in_the_middle_of_an_edit_ends_it(
     else:
         assert isinstance(edit.exception(), lms.CacheTimeoutError | lms.CacheConnectError)
         assert stream.edits == ()
+
+
+@pytest.mark.parametrize("isolation", ["fork", "shared"])
+@pytest.mark.parametrize("edit", [lms.keep(KEPT), KeyDiff(ratio=0.5, sinks=0, window=0)], ids=["keep", "policy"])
+async def test_mla_is_refused_before_anything_is_reserved(
+    server: FakeLMCache, edit: object, isolation: str
+) -> None:
+    server.engine_use_mla = True
+    geometry = dataclasses.replace(GEOMETRY, layout="mla", num_kv_heads=1)
+    for end in range(4, 17, 4):
+        server.put_chunk(PREFIX[:end], torch.randn(2, 4, 8))
+    async with lms.connect(
+        server.url, server.http_url, "model", geometry=geometry, rope=ROPE, timeouts=FAST
+    ) as context:
+        with pytest.raises(lms.LayoutError, match="MLA latent: .* not edited"):
+            await new_stream(context, server, isolation=isolation).modify_kv(edit)
+    assert len(server.chunks) == 4
+
+
+async def test_an_edit_without_a_rotation_leaves_no_lock(server: FakeLMCache) -> None:
+    server.put(PREFIX, some_kv())
+    async with lms.connect(
+        server.url, server.http_url, "model", geometry=GEOMETRY, timeouts=FAST
+    ) as context:
+        with pytest.raises(lms.GeometryError, match="RoPE of 'model' is not known"):
+            await new_stream(context, server).modify_kv(lms.keep(KEPT))
+        assert server.locked == (0, 0)

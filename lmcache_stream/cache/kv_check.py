@@ -8,7 +8,7 @@ from ..errors import InvalidRequestError, LayoutError
 from . import layouts
 from .geometry import KVGeometry
 
-__all__ = ["check_kv"]
+__all__ = ["check_editable", "check_kv"]
 
 
 def check_kv(kv: object, num_tokens: int, geometry: KVGeometry, model_name: str) -> None:
@@ -22,10 +22,7 @@ def check_kv(kv: object, num_tokens: int, geometry: KVGeometry, model_name: str)
         raise InvalidRequestError(f"kv must be a torch.Tensor, not {type(kv).__name__}")
     if kv.is_meta or kv.layout != torch.strided:
         raise InvalidRequestError(f"kv must be a dense tensor with data, not {kv.layout} on {kv.device}")
-    if geometry.layout == "mla":
-        raise LayoutError(
-            f"{model_name!r} caches an MLA latent: it can be retrieved, but not edited like K and V"
-        )
+    check_editable(geometry, model_name)
     wanted = layouts.get(geometry.layout).kv_shape(geometry, num_tokens)
     if tuple(kv.shape) != wanted:
         raise InvalidRequestError(
@@ -35,4 +32,12 @@ def check_kv(kv: object, num_tokens: int, geometry: KVGeometry, model_name: str)
     if kv.dtype != geometry.dtype:
         raise InvalidRequestError(
             f"kv is {kv.dtype}, but the cache holds {geometry.dtype}: convert it with kv.to(...)"
+        )
+
+
+def check_editable(geometry: KVGeometry, model_name: str) -> None:
+    """Raise LayoutError for what has no K and V."""
+    if geometry.layout == "mla":
+        raise LayoutError(
+            f"{model_name!r} caches an MLA latent: it can be retrieved, but not edited like K and V"
         )
