@@ -85,7 +85,7 @@ async def apply_edit(
     if isinstance(fn, Policy):
         made: torch.Tensor | None = None
         if isinstance(queries, HFQueries):
-            made = await context.edit_workers.run(queries, kv, tokens, behind)
+            made = await context.caller_workers.run(queries, kv, tokens, behind)
         elif queries is not None:
             made = queries if isinstance(queries, torch.Tensor) else await _call(context, queries, kv, tokens)
             if not isinstance(made, torch.Tensor):
@@ -169,7 +169,7 @@ async def _choose(
         with torch.no_grad():
             return policy.kept_indices(prefix, context.chunk_size)
 
-    return await context.edit_workers.run(choose)
+    return await context.caller_workers.run(choose)
 
 
 async def _call(
@@ -180,5 +180,5 @@ async def _call(
     call = getattr(function, "__call__", None)  # noqa: B004
     if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call):
         return await function(kv, tokens)
-    result = await context.edit_workers.run(function, kv, tokens)
+    result = await context.caller_workers.run(function, kv, tokens)
     return await result if inspect.isawaitable(result) else result

@@ -394,3 +394,24 @@ async def test_an_edit_without_a_rotation_leaves_no_lock(server: FakeLMCache) ->
         with pytest.raises(lms.GeometryError, match="RoPE of 'model' is not known"):
             await new_stream(context, server).modify_kv(lms.keep(KEPT))
         assert server.locked == (0, 0)
+
+
+async def test_functions_that_hang_hold_up_no_store(
+    context: lms.AsyncLMCacheContext, server: FakeLMCache
+) -> None:
+    server.put(PREFIX, some_kv())
+    go_on = threading.Event()
+
+    def hang(kv: Tensor, tokens: list[int]) -> tuple[Tensor, list[int]]:
+        go_on.wait(20)
+        return kv, tokens
+
+    hanging = [asyncio.create_task(new_stream(context, server).modify_kv(hang)) for _ in range(10)]
+    try:
+        async with asyncio.timeout(5):
+            await asyncio.sleep(0.1)
+            assert await context.store(some_kv(2), [1, *PREFIX[1:]])
+            await new_stream(context, server).modify_kv(lms.keep(KEPT))
+    finally:
+        go_on.set()
+        await asyncio.gather(*hanging)

@@ -82,6 +82,11 @@ class AsyncLMCacheContext(Lifecycle):
         return self._edit_workers
 
     @property
+    def caller_workers(self) -> Workers:
+        """The threads that callers' functions run in."""
+        return self._caller_workers
+
+    @property
     def rope(self) -> RopeConfig:
         """The model's rotary embedding.
 

@@ -39,6 +39,8 @@ class Lifecycle(ABC):
         self._workers = tensor_workers("lmcache-stream")
         # Apart, so that edits, however long they take, never hold up the filling of a slot.
         self._edit_workers = Workers("lmcache-stream edit")
+        # Apart again: a function that hangs must hold up nothing but others like it.
+        self._caller_workers = Workers("lmcache-stream caller")
         self._is_closed = False
         self._closed = asyncio.Event()
         self._loop = asyncio.get_running_loop()
@@ -80,6 +82,7 @@ class Lifecycle(ABC):
         finally:
             self._workers.close()
             self._edit_workers.close()
+            self._caller_workers.close()
         if left:
             logger.warning(
                 "%d operations on LMCache at %s got no answer before closing; their locks end with "
