@@ -16,7 +16,7 @@ from .cache.kv_check import check_editable
 from .cache.lookups import PrefixLease
 from .cache.server_queries import check_queries
 from .dropping import CachedPrefix, HFQueries, Keep, Layers, Policy
-from .errors import InvalidRequestError
+from .errors import CacheLostError, InvalidRequestError
 
 Edited = tuple[torch.Tensor, Sequence[int]]
 KVEdit = Callable[[torch.Tensor, list[int]], Edited | Awaitable[Edited]] | Keep | Policy
@@ -116,7 +116,7 @@ async def _drop_where_it_lies(
     timeout: float,
 ) -> AppliedEdit:
     """Choose and move in the server's memory; the prefix stays locked, also while a policy scores."""
-    tokens = list(held.tokens)
+    tokens, before = list(held.tokens), await held.traces()
     if isinstance(fn, Keep):
         kept = fn.kept_indices(len(tokens))
     else:
@@ -126,6 +126,11 @@ async def _drop_where_it_lies(
     whole = kept[: whole_chunks(len(kept), context.chunk_size)]
     deadline = max(timeout, LEAST_STORE)
     prints = await held.drop(whole, context.rope, cache_salt, deadline=deadline)
+    if not torch.equal(await held.traces(), before):
+        raise CacheLostError(
+            "LMCache gave the prefix's memory to something else during the edit (was it cleared by force?): "
+            "nothing of it is used; prefill the prompt once more"
+        )
     if prints is None:
         # No room. To wait for some, the prefix must be held no longer, or others wait for this one.
         return await _drop(context, await held.kv(), tokens, kept)

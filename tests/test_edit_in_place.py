@@ -370,9 +370,11 @@ async def test_a_restart_in_the_middle_of_an_edit_ends_it(
 
 
 @pytest.mark.parametrize("isolation", ["fork", "shared"])
-@pytest.mark.parametrize("edit", [lms.keep(KEPT), KeyDiff(ratio=0.5, sinks=0, window=0)], ids=["keep", "policy"])
+@pytest.mark.parametrize(
+    "edit", [lms.keep(KEPT), KeyDiff(ratio=0.5, sinks=0, window=0)], ids=["keep", "policy"]
+)
 async def test_mla_is_refused_before_anything_is_reserved(
-    server: FakeLMCache, edit: object, isolation: str
+    server: FakeLMCache, edit: DropPolicy, isolation: str
 ) -> None:
     server.engine_use_mla = True
     geometry = dataclasses.replace(GEOMETRY, layout="mla", num_kv_heads=1)
@@ -381,16 +383,14 @@ async def test_mla_is_refused_before_anything_is_reserved(
     async with lms.connect(
         server.url, server.http_url, "model", geometry=geometry, rope=ROPE, timeouts=FAST
     ) as context:
-        with pytest.raises(lms.LayoutError, match="MLA latent: .* not edited"):
+        with pytest.raises(lms.LayoutError, match=r"MLA latent: .* not edited"):
             await new_stream(context, server, isolation=isolation).modify_kv(edit)
     assert len(server.chunks) == 4
 
 
 async def test_an_edit_without_a_rotation_leaves_no_lock(server: FakeLMCache) -> None:
     server.put(PREFIX, some_kv())
-    async with lms.connect(
-        server.url, server.http_url, "model", geometry=GEOMETRY, timeouts=FAST
-    ) as context:
+    async with lms.connect(server.url, server.http_url, "model", geometry=GEOMETRY, timeouts=FAST) as context:
         with pytest.raises(lms.GeometryError, match="RoPE of 'model' is not known"):
             await new_stream(context, server).modify_kv(lms.keep(KEPT))
         assert server.locked == (0, 0)
@@ -415,3 +415,24 @@ async def test_functions_that_hang_hold_up_no_store(
     finally:
         go_on.set()
         await asyncio.gather(*hanging)
+
+
+async def test_memory_that_was_given_away_by_force_makes_the_edit_an_error(
+    context: lms.AsyncLMCacheContext, server: FakeLMCache
+) -> None:
+    server.put(PREFIX, some_kv())
+    policy = Waiting(ratio=0.5, sinks=1, window=1, asked=threading.Event(), go_on=threading.Event())
+    stream = new_stream(context, server)
+    edit = asyncio.create_task(stream.modify_kv(policy))
+    await asyncio.to_thread(policy.asked.wait, 10)
+    if not server.shared_memory:
+        policy.go_on.set()
+        await edit
+        return
+    # Another request's KV in the same slots.
+    for chunk in list(server.chunks.values()):
+        chunk.copy_(torch.randn(chunk.shape))
+    policy.go_on.set()
+    with pytest.raises(lms.CacheLostError, match="by force"):
+        await edit
+    assert stream.edits == ()

@@ -17,6 +17,7 @@ from .edit import check_kept
 from .fillings import DroppedTokens
 from .layout_check import layer0_rows
 from .peer import LATE_SECONDS, Peer
+from .prints import plane_print
 from .stores import Stores
 
 __all__ = ["HeldPrefix"]
@@ -70,6 +71,13 @@ class HeldPrefix:
         """Return some tokens' keys of layer 0, ``[n, D]``, or what else it has in their place."""
         return layer0_rows(self._chunks, rows, self._peer.geometry)
 
+    async def traces(self) -> Tensor:
+        """Return sums over the bits of each chunk's first and last rows of layers, int64 ``[chunks, 2]``.
+
+        Whoever takes a slot over writes all of it: what was held throughout has the same sums in the end.
+        """
+        return await self._workers.run(_traces, self._chunks)
+
     async def last(self, count: int) -> Tensor:
         """Return the last ``count`` tokens of it, ``[planes, L, count, D]``, private and writable."""
         chunks = self._chunks[-math.ceil(count / self._peer.chunk_size) :]
@@ -113,3 +121,11 @@ class HeldPrefix:
                 "prefix may have been evicted meanwhile: nothing of it is used"
             )
         return filling.prints() if complete else None
+
+
+def _traces(chunks: Sequence[Tensor]) -> Tensor:
+    rows = []
+    for chunk in chunks:
+        layers = chunk.flatten(0, -3)
+        rows.append(torch.stack([plane_print(layers[0]), plane_print(layers[-1])]))
+    return torch.stack(rows)
