@@ -213,18 +213,21 @@ class _Block:
     def __init__(
         self, rope: RopeConfig, deltas: Tensor, cos: Tensor, sin: Tensor, buffers: tuple[Tensor, ...]
     ) -> None:
-        self._is_half = rope.pairing == "half"
         self._dim = rope.rotary_dim
         self._is_partial = rope.rotary_dim < rope.head_size
         self._still = (deltas == 0).nonzero().squeeze(1).to(cos.device)
         self.is_still = len(self._still) == len(deltas)
         self._loaded, self._turned = (buffer[: len(deltas)] for buffer in buffers)
-        if self._is_half:
-            self._cos, self._sin = torch.cat((cos, cos), dim=-1), sin
-            self._halves = (*self._loaded.chunk(2, dim=-1), *self._turned.chunk(2, dim=-1))
+        # In real numbers for both pairings: torch rounds a product of complex numbers otherwise at the end
+        # of a tensor than within it, so that the same row in another block would not have the same bits.
+        if rope.pairing == "half":
+            self._cos = torch.cat((cos, cos), dim=-1)
+            self._parts = (*self._loaded.chunk(2, dim=-1), *self._turned.chunk(2, dim=-1))
         else:
-            self._spin = torch.complex(cos, sin)
-            self._pairs = torch.view_as_complex(self._loaded.view(*self._loaded.shape[:2], -1, 2))
+            self._cos = cos.repeat_interleave(2, dim=-1)
+            whole = (self._loaded, self._turned)
+            self._parts = tuple(one[..., first::2] for one in whole for first in (0, 1))
+        self._sin = sin
 
     def rotate(self, old: Tensor, new: Tensor) -> None:
         """Fill ``new``, ``[n, heads, head_size]``, from ``old``, which may be the same memory."""
@@ -241,10 +244,7 @@ class _Block:
             new[self._still] = still
 
     def _turn(self) -> Tensor:
-        if not self._is_half:
-            self._pairs.mul_(self._spin)
-            return self._loaded
-        first, second, new_first, new_second = self._halves
+        first, second, new_first, new_second = self._parts
         torch.mul(self._loaded, self._cos, out=self._turned)
         new_first.addcmul_(second, self._sin, value=-1)
         new_second.addcmul_(first, self._sin)

@@ -151,7 +151,9 @@ def chunks_of(kv: Tensor, geometry: KVGeometry) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("threads", ["one", "several"])
-@pytest.mark.parametrize(("pairing", "rotated"), [("half", 32), ("interleaved", 32), ("half", 24)])
+@pytest.mark.parametrize(
+    ("pairing", "rotated"), [("half", 32), ("interleaved", 32), ("half", 24), ("interleaved", 20)]
+)
 @pytest.mark.parametrize(
     ("layout", "dtype"),
     [
