@@ -6,6 +6,7 @@ Whole (``drop_tokens``) or chunk by chunk (``drop_into``), with bit for bit the 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -91,53 +92,84 @@ def drop_into(
         LayoutError: the layout has no K and V.
     """
     size = sources[0].shape[-2]
-    pieces = [
-        (
-            source,
-            rows,
-            where,
-            KeyMove(
-                rope,
-                (torch.arange(where.start, where.stop) + index * size) - (rows + source * size),
-                rows,
-                num_heads=geometry.num_kv_heads,
-                dtype=geometry.dtype,
-            ),
-        )
-        for source, rows, where in _pieces(kept[index * size : (index + 1) * size], size)
-    ]
+    pieces = list(_pieces(kept, index, size, rope, geometry))
+    if codec.is_strided:
+        return _drop_in_place(sources, target, pieces, codec, geometry)
     sums = torch.zeros(2, dtype=torch.int64)
-    shape = (size, geometry.num_kv_heads, geometry.head_size)
-    room = None if codec.is_strided else torch.empty((2, *shape), dtype=geometry.dtype)
+    keys, values = torch.empty((2, size, geometry.num_kv_heads, geometry.head_size), dtype=geometry.dtype)
     for layer in range(geometry.num_layers):
-        keys, values = codec.load_layer(target, layer, geometry) if room is None else room
-        for source, rows, where, move in pieces:
-            old_keys, old_values = codec.load_layer(sources[source], layer, geometry)
-            move.apply(old_keys, keys[where])
-            _take(old_values, rows, values[where])
+        for piece in pieces:
+            old_keys, old_values = codec.load_layer(sources[piece.source], layer, geometry)
+            piece.move.apply(old_keys, keys[piece.where])
+            _take(old_values, piece.rows, values[piece.where], dim=0)
         for place, plane in enumerate((keys, values)):
-            if not is_finite(plane):
-                raise InvalidRequestError(
-                    f"KV of layer {layer} holds NaN or infinities: an engine would decode nonsense from it"
-                )
+            _check_finite(plane[None], first_layer=layer)
             sums[place] += plane_print(plane)
-        if room is not None:
-            codec.save_layer(keys, values, target, layer, geometry)
+        codec.save_layer(keys, values, target, layer, geometry)
     return sums
 
 
-def _pieces(kept: Tensor, size: int) -> Iterator[tuple[int, Tensor, slice]]:
-    """Yield source chunk, rows in it, and their place in the target chunk."""
-    chunks, counts = torch.unique_consecutive(kept // size, return_counts=True)
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """The rows of one source chunk that go to one place in the target chunk."""
+
+    source: int
+    rows: Tensor
+    where: slice
+    move: KeyMove
+
+
+def _drop_in_place(
+    sources: Sequence[Tensor],
+    target: Tensor,
+    pieces: Sequence[_Piece],
+    codec: LayoutCodec,
+    geometry: KVGeometry,
+) -> Tensor:
+    """Do ``drop_into`` between views of the chunks: what is only copied goes in one operation for all layers,
+    so that side by side little time passes in Python.
+    """
+    keys, values = codec.planes(target, geometry)
+    for piece in pieces:
+        old_keys, old_values = codec.planes(sources[piece.source], geometry)
+        _take(old_values, piece.rows, values[:, piece.where], dim=1)
+        if piece.move.is_still:
+            _take(old_keys, piece.rows, keys[:, piece.where], dim=1)
+            continue
+        for old, new in zip(old_keys, keys[:, piece.where], strict=True):
+            piece.move.apply(old, new)
+    for plane in (keys, values):
+        _check_finite(plane)
+    return torch.stack([plane_print(keys), plane_print(values)])
+
+
+def _check_finite(plane: Tensor, first_layer: int = 0) -> None:
+    """Raise unless ``plane``, ``[layers, c, heads, head_size]``, is finite."""
+    if is_finite(plane):
+        return
+    layer = next(number for number, rows in enumerate(plane) if not is_finite(rows))
+    raise InvalidRequestError(
+        f"KV of layer {first_layer + layer} holds NaN or infinities: an engine would decode nonsense from it"
+    )
+
+
+def _pieces(kept: Tensor, index: int, size: int, rope: RopeConfig, geometry: KVGeometry) -> Iterator[_Piece]:
+    """Yield what the target chunk ``index`` is made of."""
+    here = kept[index * size : (index + 1) * size]
+    chunks, counts = torch.unique_consecutive(here // size, return_counts=True)
     start = 0
-    for chunk, count in zip(chunks.tolist(), counts.tolist(), strict=True):
-        yield chunk, kept[start : start + count] - chunk * size, slice(start, start + count)
+    for source, count in zip(chunks.tolist(), counts.tolist(), strict=True):
+        where = slice(start, start + count)
+        rows = here[where] - source * size
+        deltas = torch.arange(where.start, where.stop) + index * size - here[where]
+        move = KeyMove(rope, deltas, rows, num_heads=geometry.num_kv_heads, dtype=geometry.dtype)
+        yield _Piece(source, rows, where, move)
         start += count
 
 
-def _take(source: Tensor, rows: Tensor, target: Tensor) -> None:
+def _take(source: Tensor, rows: Tensor, target: Tensor, *, dim: int) -> None:
     first, last = int(rows[0]), int(rows[-1])
     if last - first == len(rows) - 1:
-        target.copy_(source[first : last + 1])
+        target.copy_(source.narrow(dim, first, len(rows)))
     else:
-        torch.index_select(source, 0, rows, out=target)
+        torch.index_select(source, dim, rows, out=target)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -27,7 +29,7 @@ def _is_finite(rows: Tensor) -> bool:
     # numbers that are merely large add up to infinity, each is looked at after all. float16 ends too soon
     # for that to be rare.
     wide = torch.float32 if rows.dtype == torch.float16 else None
-    return bool(rows.sum(dtype=wide).isfinite()) or bool(rows.isfinite().all())
+    return math.isfinite(rows.sum(dtype=wide).item()) or bool(rows.isfinite().all())
 
 
 def plane_print(plane: Tensor) -> Tensor:
@@ -41,10 +43,8 @@ def plane_print(plane: Tensor) -> Tensor:
     steps = (plane.storage_offset(), *plane.stride()[:-1])
     if plane.stride(-1) != 1 or any(step % per_word for step in steps):
         plane = plane.contiguous() if not plane.is_contiguous() else plane.clone()
-    total = torch.zeros((), dtype=torch.int64)
-    for rows in _blocks(plane):
-        total += rows.view(_INTEGERS[word]).sum()
-    return total
+    sums = [rows.view(_INTEGERS[word]).sum() for rows in _blocks(plane)]
+    return sums[0] if len(sums) == 1 else torch.stack(sums).sum()
 
 
 def _blocks(plane: Tensor) -> tuple[Tensor, ...]:

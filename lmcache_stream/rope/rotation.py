@@ -80,6 +80,9 @@ def rotate_keys(
 class KeyMove:
     """The rotation of some rows of keys, made once and applied to any number of layers.
 
+    Attributes:
+        is_still: whether no row moves, so that all are copied.
+
     Args:
         rope: how the model rotates.
         deltas: int64 ``[n]``, by how many tokens each row moves.
@@ -104,6 +107,7 @@ class KeyMove:
         shape = (min(step, len(deltas)), num_heads, rope.rotary_dim)
         computed = torch.promote_types(dtype, torch.float32)
         buffers = torch.empty((2, *shape), dtype=computed, device=device).unbind()
+        self.is_still = not bool(deltas.any())
         self._blocks: list[tuple[slice, Tensor | slice, _Block]] = []
         for first, last in _spans(deltas):
             span = _Span(rope, deltas[first:last], buffers)

@@ -72,12 +72,17 @@ class LayoutCodec(ABC):
         self._refuse_misfit(chunk, kv, geometry)
         self._encode(kv, chunk, geometry)
 
+    def planes(self, chunk: Tensor, geometry: KVGeometry) -> tuple[Tensor, Tensor]:
+        """View ``chunk`` as K and V, each ``[L, c, num_kv_heads, head_size]``; only where ``is_strided``."""
+        raise LayoutError(f"layout {self.name}: there are no K and V to view")
+
     def load_layer(self, chunk: Tensor, layer: int, geometry: KVGeometry) -> tuple[Tensor, Tensor]:
         """Return K and V of one layer, each ``[c, num_kv_heads, head_size]``.
 
         Views of ``chunk`` where ``is_strided``, else copies, which ``save_layer`` writes back.
         """
-        raise LayoutError(f"layout {self.name}: there are no K and V of a layer")
+        keys, values = self.planes(chunk, geometry)
+        return keys[layer], values[layer]
 
     def save_layer(
         self, keys: Tensor, values: Tensor, chunk: Tensor, layer: int, geometry: KVGeometry

@@ -19,20 +19,14 @@ class Fused(LayoutCodec):
     single_plane: ClassVar[bool] = True
 
     def _decode(self, chunk: Tensor, out: Tensor, geometry: KVGeometry) -> None:
-        for source, target in zip(_planes(chunk, geometry), out, strict=True):
+        for source, target in zip(self.planes(chunk, geometry), out, strict=True):
             split_heads(target, geometry).copy_(source)
 
     def _encode(self, kv: Tensor, chunk: Tensor, geometry: KVGeometry) -> None:
-        for source, target in zip(kv, _planes(chunk, geometry), strict=True):
+        for source, target in zip(kv, self.planes(chunk, geometry), strict=True):
             target.copy_(split_heads(source, geometry))
 
-    def load_layer(self, chunk: Tensor, layer: int, geometry: KVGeometry) -> tuple[Tensor, Tensor]:
-        """Return views of each head's halves; see the base class."""
-        keys, values = _planes(chunk[layer : layer + 1], geometry)
-        return keys[0], values[0]
-
-
-def _planes(chunk: Tensor, geometry: KVGeometry) -> tuple[Tensor, Tensor]:
-    """View ``chunk`` as K and V, each ``[L, c, num_kv_heads, head_size]``."""
-    heads = chunk.view(*chunk.shape[:2], geometry.num_kv_heads, 2 * geometry.head_size)
-    return heads[..., : geometry.head_size], heads[..., geometry.head_size :]
+    def planes(self, chunk: Tensor, geometry: KVGeometry) -> tuple[Tensor, Tensor]:
+        """View each head's halves; see the base class."""
+        heads = chunk.view(*chunk.shape[:2], geometry.num_kv_heads, 2 * geometry.head_size)
+        return heads[..., : geometry.head_size], heads[..., geometry.head_size :]

@@ -24,6 +24,6 @@ class TwoPlane(LayoutCodec):
     def _encode(self, kv: Tensor, chunk: Tensor, geometry: KVGeometry) -> None:
         chunk.copy_(kv)
 
-    def load_layer(self, chunk: Tensor, layer: int, geometry: KVGeometry) -> tuple[Tensor, Tensor]:
-        """Return views of both planes; see the base class."""
-        return split_heads(chunk[0, layer], geometry), split_heads(chunk[1, layer], geometry)
+    def planes(self, chunk: Tensor, geometry: KVGeometry) -> tuple[Tensor, Tensor]:
+        """View both planes by heads; see the base class."""
+        return split_heads(chunk[0], geometry), split_heads(chunk[1], geometry)
