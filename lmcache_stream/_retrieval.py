@@ -30,13 +30,14 @@ async def wait_for_prefix(
     timeout: float,
     poll_interval: float,
     min_tokens: int | None,
+    advice: str,
 ) -> T:
     """Return what ``use`` makes of the KV of ``tokens`` (whole chunks), once that is there.
 
     It looks at once and then with growing pauses. ``use`` takes the locks on the prefix over, and returns
     None where it was gone after all.
 
-    At the deadline at least ``min_tokens`` tokens, all by default, must be there.
+    At the deadline at least ``min_tokens`` tokens, all by default, must be there; ``advice`` ends the error.
 
     Raises:
         InvalidRequestError: no whole chunk, or ``min_tokens`` or a time that cannot be.
@@ -78,8 +79,7 @@ async def wait_for_prefix(
         if is_last:
             raise KVNotReadyError(
                 f"after {timeout:g} s LMCache has the KV of {found} of {wanted} tokens of this prompt "
-                f"(model {context.model_name!r}). Was the prompt prefilled with this salt, by an engine "
-                "with LMCacheMPConnector on this LMCache?",
+                f"(model {context.model_name!r}). {advice}",
                 found=found,
                 wanted=wanted,
             )

@@ -107,10 +107,12 @@ async def _serve_cache(arguments: argparse.Namespace) -> None:
 async def _serve_engine(arguments: argparse.Namespace) -> None:
     import torch
 
+    from .embedded.default_model import default_model
     from .embedded.engine import EmbeddedEngine
 
+    model = arguments.model or await asyncio.to_thread(default_model)
     async with EmbeddedEngine(
-        arguments.model,
+        model,
         host=arguments.host,
         port=arguments.port,
         served_model_name=arguments.served_model_name,
@@ -121,7 +123,7 @@ async def _serve_engine(arguments: argparse.Namespace) -> None:
         offload_queries=arguments.offload_queries,
         workers=arguments.workers,
     ) as engine:
-        name = arguments.served_model_name or arguments.model
+        name = arguments.served_model_name or model
         _say(f"engine: {engine.url}, model {name}\n{_HOW_TO_END}")
         await asyncio.Event().wait()
 
@@ -211,10 +213,10 @@ def _add_serve_cache(commands: _Commands) -> None:
 def _add_serve_engine(commands: _Commands) -> None:
     summary = "Serve a Hugging Face model through vLLM's completions API, with its KV in a cache server."
     add = _add_command(commands, "serve-engine", summary, _serve_engine).add_argument
-    add("model", metavar="MODEL", help="model folder or Hub id")
+    add("model", nargs="?", metavar="MODEL", help="folder or Hub id (default: SmolLM2-135M-Instruct)")
     add("--host", default=_HOST, help=f"address to listen on {_DEFAULT}")
     add("--port", type=_port, default=8000, metavar="PORT", help=f"0: a free one {_DEFAULT}")
-    add("--served-model-name", metavar="NAME", help="the model's name in the API (default: MODEL)")
+    add("--served-model-name", metavar="NAME", help="the model's name in the API (default: its path)")
     add("--cache-url", default=f"tcp://{_HOST}:5555", metavar="URL", help=f"cache server {_DEFAULT}")
     add("--cache-http-url", default=f"http://{_HOST}:8080", metavar="URL", help=f"its status {_DEFAULT}")
     add("--dtype", choices=_DTYPES, default="float32", help=f"of weights and KV {_DEFAULT}")

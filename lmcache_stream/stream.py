@@ -27,6 +27,9 @@ __all__ = ["AsyncLMCacheStream", "create_request"]
 
 T = TypeVar("T")
 
+_NOT_READY = "Does the engine run with LMCacheMPConnector on this LMCache, and was there room for it all?"
+_NOT_PREFILLED = 'This stream ran no pass yet: first `await stream.generate({"max_tokens": 1})`'
+
 
 class AsyncLMCacheStream:
     """One logical request: prefill, take its KV, edit it, put it back, decode from it.
@@ -271,6 +274,7 @@ class AsyncLMCacheStream:
             timeout=timeout,
             poll_interval=pause,
             min_tokens=min_tokens,
+            advice=_NOT_READY if state.sent or state.edits else _NOT_PREFILLED,
         )
 
     def _new_salt(self) -> str:

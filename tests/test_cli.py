@@ -118,7 +118,7 @@ def test_the_package_is_a_program() -> None:
         (["serve-cache", "--port", "65536"], "'65536' is not a port"),
         (["serve-cache", "--chunk-size", "0"], "'0' is not a whole number from 1"),
         (["serve-cache", "--size-gb", "inf"], "'inf' is not a size"),
-        (["serve-engine"], "MODEL"),
+        (["serve-engine", "m", "n"], "unrecognized arguments: n"),
         (["serve-engine", "m", "--dtype", "int4"], "invalid choice: 'int4'"),
     ],
 )
@@ -223,6 +223,9 @@ def test_serve_engine_hands_its_options_on(
         "offload_queries": True,
         "workers": 1,
     }
+    monkeypatch.setattr("lmcache_stream.embedded.default_model.default_model", lambda: "the demo's")
+    assert cli.main(["serve-engine"]) == 1
+    assert given["model"] == "the demo's"
 
 
 def test_json_is_alone_on_stdout(

@@ -324,6 +324,7 @@ async def test_kv_that_is_not_there_is_not_edited(
     with pytest.raises(lms.KVNotReadyError) as caught:
         await stream.retrieve_kv(timeout=0.1)
     assert (caught.value.found, caught.value.wanted) == (0, 16)
+    assert "LMCacheMPConnector" in str(caught.value)
     server.put(PROMPT[:8], kv_of(PROMPT[:8], SHAPE), salt="base")
     with pytest.raises(lms.KVNotReadyError) as caught:
         await stream.modify_kv(first_half, timeout=0.1)
@@ -334,6 +335,11 @@ async def test_kv_that_is_not_there_is_not_edited(
     await stream.modify_kv(lambda kv, tokens: (kv, tokens), timeout=0.1, min_tokens=8)
     assert stream.tokens == tuple(PROMPT[:8])
     assert stream.suffix_tokens() == (*PROMPT[8:], 1)
+
+
+async def test_a_forgotten_prefill_is_named(stream: lms.AsyncLMCacheStream) -> None:
+    with pytest.raises(lms.KVNotReadyError, match=r"ran no pass yet: first `await stream\.generate"):
+        await stream.modify_kv(first_half, timeout=0)
 
 
 async def test_retrieve_waits_until_the_last_chunk_is_there(

@@ -50,7 +50,8 @@ class HFQueries:
             behind: those that follow; their KV is computed.
 
         Raises:
-            InvalidRequestError: transformers is missing, or the model is not the one that computed ``kv``.
+            InvalidRequestError: transformers is missing or cannot load the model, or it is not the one that
+                computed ``kv``.
         """
         model = self._loaded()
         start = max(0, len(tokens) - self._window)
@@ -90,9 +91,14 @@ class HFQueries:
             if isinstance(self._model, str):
                 from transformers import AutoModelForCausalLM
 
-                loaded: Any = AutoModelForCausalLM.from_pretrained(
-                    self._model, attn_implementation=QUERY_ATTENTION, dtype="auto"
-                )
+                try:
+                    loaded: Any = AutoModelForCausalLM.from_pretrained(
+                        self._model, attn_implementation=QUERY_ATTENTION, dtype="auto"
+                    )
+                except (OSError, ValueError) as error:
+                    raise InvalidRequestError(
+                        f"HFQueries: transformers cannot load the model {self._model!r}: {error}"
+                    ) from error
                 self._model = loaded.eval()
             elif self._model.config._attn_implementation != QUERY_ATTENTION:
                 self._model.set_attn_implementation(QUERY_ATTENTION)

@@ -232,3 +232,8 @@ def test_a_window_longer_than_the_prefix(model: CausalModel) -> None:
     torch.testing.assert_close(made[0], layer_0_queries(model, prompt), rtol=1e-4, atol=1e-4)
     with pytest.raises(lms.InvalidRequestError, match="window=0"):
         HFQueries(network, window=0)
+
+
+def test_a_model_for_queries_that_cannot_be_loaded_is_an_error_of_the_library(tmp_path: Path) -> None:
+    with pytest.raises(lms.InvalidRequestError, match="HFQueries: transformers cannot load the model"):
+        HFQueries(str(tmp_path))(torch.zeros(2, 3, 32, 32), range(32))
