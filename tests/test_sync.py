@@ -241,7 +241,17 @@ def test_the_names_are_those_of_the_asynchronous_side() -> None:
 
 
 # What streams use of a context; not for callers of the blocking side.
-SEAM = {"check_kv", "edit_workers", "fingerprint", "hold", "pin", "read", "unpin", "unpin_soon"}
+SEAM = {
+    "caller_workers",
+    "check_kv",
+    "edit_workers",
+    "fingerprint",
+    "hold",
+    "pin",
+    "read",
+    "unpin",
+    "unpin_soon",
+}
 
 
 def public(kind: type) -> set[str]:
