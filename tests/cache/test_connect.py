@@ -444,7 +444,7 @@ async def until_registered_again(context: lms.AsyncLMCacheContext, server: FakeL
         while not server.registered:
             try:
                 await context.lookup(TOKENS)
-            except lms.CacheConnectError:
+            except lms.CacheError:
                 await asyncio.sleep(0.05)
 
 
