@@ -6,8 +6,8 @@ from .batch import AsyncLMCacheBatchedStream, BatchReport, PhaseOutcome, StreamO
 from .cache.connect import connect
 from .cache.context import AsyncLMCacheContext
 from .cache.geometry import KVGeometry
-from .cache.peer import Timeouts
 from .cache.stores import StoreResult
+from .cache.timeouts import Timeouts
 from .completions import (
     CompletionTimeouts,
     FinishEvent,

@@ -284,12 +284,14 @@ async def test_a_reader_never_sees_what_another_found_before_the_cache_lost_it(
         else:
             server.clear()
         # Its locks keep the prefix in shared memory; of a pickle they do not.
-        if server.chunks:
-            return
-        server.put(PREFIX, some_kv(5))
+        is_kept = server.shared_memory and not is_restarted
+        assert bool(server.chunks) is is_kept
+        if not is_kept:
+            server.put(PREFIX, some_kv(5))
         if is_restarted:
             await until_registered_again(context, server)
-        assert torch.equal(await context.retrieve(PREFIX), some_kv(5))  # type: ignore[arg-type]
+        wanted = some_kv() if is_kept else some_kv(5)
+        assert torch.equal(await context.retrieve(PREFIX), wanted)  # type: ignore[arg-type]
     finally:
         policy.go_on.set()
         await asyncio.wait({edit})

@@ -23,9 +23,10 @@ from .geometry import KVGeometry
 from .http import CacheHTTP
 from .messages import GET_CHUNK_SIZE
 from .model_config import ModelConfig, load_model_config
-from .peer import Peer, Timeouts
+from .peer import Peer
 from .requests import RequestClient
 from .server_queries import QUERY_MARK, ServerQueries, discover_queries
+from .timeouts import Timeouts
 
 __all__ = ["connect"]
 

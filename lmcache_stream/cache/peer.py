@@ -8,17 +8,15 @@ import math
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from .._background import Background
-from .._checks import checked_seconds
 from ..errors import (
     CacheConnectError,
     CacheError,
     CacheTimeoutError,
     ClosedError,
-    InvalidRequestError,
     LMCacheStreamError,
 )
 from . import layouts
@@ -36,6 +34,7 @@ from .messages import (
 )
 from .requests import RequestClient
 from .shared_memory import SharedPool
+from .timeouts import Timeouts
 
 T = TypeVar("T")
 
@@ -49,29 +48,6 @@ LATE_SECONDS = 300.0
 _LEAVE_SECONDS = 1.0
 # Names of registrations that are no engine's: ours, and the server's query caches.
 OWN_MARK = "##lmcs-"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Timeouts:
-    """Deadlines towards the LMCache server, in seconds.
-
-    Attributes:
-        connect: for the connection to come up, and for each HTTP request.
-        lookup: for a lookup with its prefetch.
-        retrieve: for one retrieve.
-        store: for one store.
-    """
-
-    connect: float = 5.0
-    lookup: float = 10.0
-    retrieve: float = 60.0
-    store: float = 60.0
-
-    def __post_init__(self) -> None:
-        for name in ("connect", "lookup", "retrieve", "store"):
-            value = getattr(self, name)
-            if checked_seconds(value, f"timeouts: {name}") == 0:
-                raise InvalidRequestError(f"timeouts: {name} must be a positive number of seconds")
 
 
 class Peer:

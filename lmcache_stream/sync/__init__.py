@@ -7,8 +7,8 @@ from .._editing import KVEdit
 from .._state import EditReport
 from ..batch import BatchReport, PhaseOutcome, StreamOutcome
 from ..cache.geometry import KVGeometry
-from ..cache.peer import Timeouts
 from ..cache.stores import StoreResult
+from ..cache.timeouts import Timeouts
 from ..completions import CompletionTimeouts, FinishEvent, PostCompletion, TokenEvent
 from ..dropping.keep import Keep, keep
 from ..errors import (

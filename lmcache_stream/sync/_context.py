@@ -12,8 +12,8 @@ import torch
 from ..cache.connect import connect as connect_async
 from ..cache.context import AsyncLMCacheContext
 from ..cache.geometry import KVGeometry
-from ..cache.peer import Timeouts
 from ..cache.stores import StoreResult
+from ..cache.timeouts import Timeouts
 from ..rope import RopeConfig
 from ._portal import Portal
 

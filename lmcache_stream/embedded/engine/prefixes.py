@@ -17,10 +17,11 @@ from ...cache.geometry import KVGeometry
 from ...cache.http import CacheHTTP
 from ...cache.lookups import Lookups
 from ...cache.messages import GET_CHUNK_SIZE
-from ...cache.peer import Peer, Timeouts
+from ...cache.peer import Peer
 from ...cache.requests import RequestClient
 from ...cache.server_queries import QUERY_MARK
 from ...cache.threads import tensor_workers
+from ...cache.timeouts import Timeouts
 from ...cache.transfers import Transfers
 from ...errors import ClosedError, InvalidRequestError, LMCacheStreamError
 
