@@ -116,12 +116,19 @@ class Workers:
             self._jobs.put((work, report))
 
     def _work(self) -> None:
-        if self._on_start is not None:
-            self._on_start()
+        broken: BaseException | None = None
+        try:
+            if self._on_start is not None:
+                self._on_start()
+        except BaseException as error:
+            # Of every job that comes here: a thread that ended would leave its job without an answer.
+            broken = error
         while (job := self._jobs.get()) is not None:
             work, report = job
             result, failure = None, None
             try:
+                if broken is not None:
+                    raise broken
                 result = work()
             except BaseException as error:
                 failure = error

@@ -120,3 +120,18 @@ def test_an_exiting_interpreter_waits_for_a_running_job_but_not_for_long(seconds
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=30)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == (["begun", "ended"] if ends else ["begun"])
+
+
+async def test_a_thread_that_cannot_start_answers_with_the_reason() -> None:
+    def refuse() -> None:
+        raise OSError("no such library")
+
+    workers = Workers("broken", 1, on_start=refuse)
+    try:
+        async with asyncio.timeout(5):
+            for _ in range(2):
+                with pytest.raises(OSError, match="no such library"):
+                    await workers.run(len, "abc")
+            await workers.settle()
+    finally:
+        workers.close()
