@@ -1,0 +1,79 @@
+"""The command line: ``lmcache-stream COMMAND``, a command a module.
+
+What a command needs is imported when it runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import importlib.metadata
+import signal
+import sys
+from collections.abc import Coroutine, Sequence
+from typing import Any
+
+from ..errors import InvalidRequestError, LMCacheStreamError
+from .demo import add_demo
+from .serve import add_serve_cache, add_serve_engine
+
+__all__ = ["main"]
+
+_PROGRAM = "lmcache-stream"
+# The extra that brings a package which a command may miss.
+_EXTRAS = dict.fromkeys(
+    ("accelerate", "gguf", "rich", "safetensors", "tokenizers", "transformers"), "embedded"
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command and return its exit code.
+
+    0: done. 1: an error, told in one line on stderr. 2: wrong usage. 130 and 143: ended by Ctrl-C and by
+    SIGTERM, everything being closed. A command may have more of its own.
+    """
+    arguments = _parser().parse_args(argv)
+    try:
+        return asyncio.run(_until_terminated(arguments.prepare(arguments))) or 0
+    except KeyboardInterrupt:
+        return 130
+    except asyncio.CancelledError:
+        return 143
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in _EXTRAS:
+            raise
+        how = f"pip install 'lmcache-stream[{_EXTRAS[package]}]'"
+        return _failed(InvalidRequestError(f"{package} is missing: {how}"))
+    except (LMCacheStreamError, OSError) as error:
+        return _failed(error)
+
+
+def _failed(error: Exception) -> int:
+    text = " ".join(str(error).split())
+    sys.stderr.write(f"{_PROGRAM}: {type(error).__name__}: {text}\n")
+    return 1
+
+
+async def _until_terminated(command: Coroutine[Any, Any, int | None]) -> int | None:
+    """Run ``command``; SIGTERM cancels it, as Ctrl-C does, so that segments and sockets are closed."""
+    task = asyncio.current_task()
+    assert task is not None
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGTERM, task.cancel)
+    try:
+        return await command
+    finally:
+        loop.remove_signal_handler(signal.SIGTERM)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=_PROGRAM, description="Edit the KV cache of a running vLLM + LMCache, or try it without both."
+    )
+    version = importlib.metadata.version("lmcache-stream")
+    parser.add_argument("--version", action="version", version=f"{_PROGRAM} {version}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for add in (add_demo, add_serve_cache, add_serve_engine):
+        add(commands)
+    return parser
