@@ -2,6 +2,7 @@
 
 from ._editing import KVEdit
 from ._state import EditReport
+from ._version import __version__
 from .batch import AsyncLMCacheBatchedStream, BatchReport, PhaseOutcome, StreamOutcome
 from .cache.connect import connect
 from .cache.context import AsyncLMCacheContext
@@ -88,6 +89,7 @@ __all__ = [
     "TokenEvent",
     "TruncatedStreamError",
     "VLLMCompletions",
+    "__version__",
     "connect",
     "create_request",
     "keep",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,12 +16,12 @@ from .cache.held import HeldPrefix
 from .cache.kv_check import check_editable
 from .cache.lookups import PrefixLease
 from .cache.server_queries import check_queries
-from .dropping import CachedPrefix, HFQueries, Keep, Layers, Policy
-from .errors import CacheLostError, InvalidRequestError
+from .dropping import CachedPrefix, Keep, Layers, Policy
+from .errors import InvalidRequestError
 
 Edited = tuple[torch.Tensor, Sequence[int]]
 KVEdit = Callable[[torch.Tensor, list[int]], Edited | Awaitable[Edited]] | Keep | Policy
-Queries = torch.Tensor | Callable[[torch.Tensor, list[int]], torch.Tensor | Awaitable[torch.Tensor]]
+Queries = torch.Tensor | Callable[..., torch.Tensor | Awaitable[torch.Tensor]]
 
 
 def check_edit(fn: KVEdit, queries: Queries | None) -> None:
@@ -61,6 +62,7 @@ async def apply_edit(
     Raises:
         InvalidRequestError: the result is no pair, or a policy cannot choose.
         GeometryError, LayoutError: the edit cannot be done right for this model.
+        CacheLostError: the server gave the prefix's memory away meanwhile.
     """
     if isinstance(fn, Keep | Policy):
         # Before anything is chosen or reserved: without RoPE, or K and V, nothing could be moved.
@@ -83,16 +85,9 @@ async def apply_edit(
     if isinstance(fn, Keep):
         return await _drop(context, kv, tokens, fn.kept_indices(len(tokens)))
     if isinstance(fn, Policy):
-        made: torch.Tensor | None = None
-        if isinstance(queries, HFQueries):
-            made = await context.caller_workers.run(queries, kv, tokens, behind)
-        elif queries is not None:
-            made = queries if isinstance(queries, torch.Tensor) else await _call(context, queries, kv, tokens)
-            if not isinstance(made, torch.Tensor):
-                raise InvalidRequestError(f"queries= gave a {type(made).__name__}, no tensor")
+        made, seen = await _made_queries(context, queries, kv, tokens, behind)
         keys, values = kv.view(*kv.shape[:-1], context.geometry.num_kv_heads, -1)
         layers = Layers.of(keys), Layers.of(values)
-        seen = behind if isinstance(queries, HFQueries) else ()
         kept = await _choose(context, fn, layers, tokens, made, seen)
         return await _drop(context, kv, tokens, kept)
     edited = await _call(context, fn, kv, tokens)
@@ -107,6 +102,30 @@ async def apply_edit(
     return AppliedEdit(len(held.tokens), new_tokens, new_kv)
 
 
+async def _made_queries(
+    context: AsyncLMCacheContext,
+    queries: Queries | None,
+    kv: torch.Tensor,
+    tokens: list[int],
+    behind: Sequence[int],
+) -> tuple[torch.Tensor | None, Sequence[int]]:
+    """Return the queries, and those of the tokens ``behind`` the prefix that they go on into."""
+    if queries is None or isinstance(queries, torch.Tensor):
+        return queries, ()
+    asks = _asks_for_behind(queries)
+    made = await _call(context, partial(queries, behind=behind) if asks else queries, kv, tokens)
+    if not isinstance(made, torch.Tensor):
+        raise InvalidRequestError(f"queries= gave a {type(made).__name__}, no tensor")
+    return made, behind if asks else ()
+
+
+def _asks_for_behind(function: Callable[..., Any]) -> bool:
+    try:
+        return "behind" in inspect.signature(function).parameters
+    except (TypeError, ValueError):  # Functions of compiled modules may have no signature.
+        return False
+
+
 async def _drop_where_it_lies(
     context: AsyncLMCacheContext,
     fn: Keep | Policy,
@@ -116,21 +135,17 @@ async def _drop_where_it_lies(
     timeout: float,
 ) -> AppliedEdit:
     """Choose and move in the server's memory; the prefix stays locked, also while a policy scores."""
-    tokens, before = list(held.tokens), await held.traces()
-    if isinstance(fn, Keep):
-        kept = fn.kept_indices(len(tokens))
-    else:
-        count = context.geometry.num_layers
-        layers = Layers(count, held.keys), Layers(count, held.values)
-        kept = await _choose(context, fn, layers, tokens, queries)
-    whole = kept[: whole_chunks(len(kept), context.chunk_size)]
-    deadline = max(timeout, LEAST_STORE)
-    prints = await held.drop(whole, context.rope, cache_salt, deadline=deadline)
-    if not torch.equal(await held.traces(), before):
-        raise CacheLostError(
-            "LMCache gave the prefix's memory to something else during the edit (was it cleared by force?): "
-            "nothing of it is used; prefill the prompt once more"
-        )
+    tokens = list(held.tokens)
+    async with held.unchanged():
+        if isinstance(fn, Keep):
+            kept = fn.kept_indices(len(tokens))
+        else:
+            count = context.geometry.num_layers
+            layers = Layers(count, held.keys), Layers(count, held.values)
+            kept = await _choose(context, fn, layers, tokens, queries)
+        whole = kept[: whole_chunks(len(kept), context.chunk_size)]
+        deadline = max(timeout, LEAST_STORE)
+        prints = await held.drop(whole, context.rope, cache_salt, deadline=deadline)
     if prints is None:
         # No room. To wait for some, the prefix must be held no longer, or others wait for this one.
         return await _drop(context, await held.kv(), tokens, kept)

@@ -46,7 +46,7 @@ class EditReport:
     bytes_after: int
     cache_salt: str
     seconds: float
-    kept_indices: tuple[int, ...] | None = None
+    kept_indices: tuple[int, ...] | None = field(default=None, repr=False)
     layout_spread: float | None = None
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from math import fsum
 
@@ -33,7 +33,7 @@ class StreamPerfMetrics:
     ttft: float | None
     tpot: float | None
     e2e_latency: float | None
-    itl: tuple[float, ...]
+    itl: tuple[float, ...] = field(repr=False)
     input_tokens: int
     output_tokens: int
     cached_tokens: int | None

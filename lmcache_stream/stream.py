@@ -231,9 +231,10 @@ class AsyncLMCacheStream:
             timeout: seconds to wait for the KV, and again for every chunk of the edit to be stored.
             poll_interval: the longest pause between two looks, in seconds.
             min_tokens: the shortest prefix to edit at the deadline; the whole one by default.
-            queries: for policies that need them: ``HFQueries``, which also sees what is behind the prefix;
-                or ``[L, W, query heads x head size]``, rotated, of the prefix's last W tokens, or what
-                returns them for ``(kv, tokens)``.
+            queries: for policies that need them: ``HFQueries``; or ``[L, W, query heads x head size]``,
+                rotated, of the prefix's last W tokens; or what returns them for ``(kv, tokens)``. One with a
+                parameter ``behind`` is also given the tokens behind the prefix and returns the queries of
+                the last W of all.
 
         Raises:
             InvalidRequestError: no edit, a policy that cannot choose, or a result of a wrong shape.

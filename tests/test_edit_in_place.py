@@ -16,6 +16,7 @@ from torch import Tensor
 import lmcache_stream as lms
 from lmcache_stream.cache import holds
 from lmcache_stream.cache.edit import drop_tokens
+from lmcache_stream.cache.transfers import Transfers
 from lmcache_stream.dropping import CachedPrefix, DropPolicy, KeyDiff, KNorm, StreamingLLM
 
 from .cache.conftest import FAST, GEOMETRY
@@ -445,4 +446,41 @@ async def test_memory_that_was_given_away_by_force_makes_the_edit_an_error(
     policy.go_on.set()
     with pytest.raises(lms.CacheLostError, match="by force"):
         await edit
+    assert stream.edits == ()
+
+
+async def test_memory_that_was_given_away_while_it_was_copied_is_not_read(
+    context: lms.AsyncLMCacheContext, server: FakeLMCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.put(PREFIX, some_kv())
+    stream = new_stream(context, server)
+    decode = Transfers.decode
+
+    async def overwritten(transfers: Transfers, chunks: list[Tensor]) -> Tensor:
+        kv = await decode(transfers, chunks)
+        for chunk in server.chunks.values():
+            chunk.copy_(torch.randn(chunk.shape))
+        return kv
+
+    def edit(kv: Tensor, tokens: list[int]) -> tuple[Tensor, list[int]]:
+        seen.append(tokens)
+        return kv, tokens
+
+    monkeypatch.setattr(Transfers, "decode", overwritten)
+    seen: list[list[int]] = []
+    if not server.shared_memory:
+        # What was pickled is a copy, which nobody can give away.
+        assert await context.retrieve(PREFIX) is not None
+        await stream.modify_kv(edit)
+        assert seen == [PREFIX]
+        return
+    with pytest.raises(lms.CacheLostError, match="by force"):
+        await context.retrieve(PREFIX)
+    with pytest.raises(lms.CacheLostError, match="by force"):
+        await stream.modify_kv(edit)
+    # Without room for what is left, it is copied out to wait for some.
+    server.capacity = len(server.chunks)
+    with pytest.raises(lms.CacheLostError, match="by force"):
+        await stream.modify_kv(lms.keep(KEPT), timeout=0.3)
+    assert seen == []
     assert stream.edits == ()

@@ -43,6 +43,21 @@ def test_latencies_are_vllm_s(
     assert (metrics.duration, metrics.input_tput) == (10.0, 10.0)
 
 
+def test_a_long_pass_and_a_long_edit_are_shown_in_a_line() -> None:
+    assert len(repr(figures([11.0 + 0.1 * index for index in range(5000)]))) < 400
+    report = lms.EditReport(
+        tokens_before=9000,
+        tokens_after=5000,
+        recomputed_tokens=0,
+        bytes_before=1,
+        bytes_after=1,
+        cache_salt="~",
+        seconds=0.1,
+        kept_indices=tuple(range(5000)),
+    )
+    assert len(repr(report)) < 400
+
+
 def test_a_pass_of_no_duration_has_no_throughput() -> None:
     metrics = figures([], ended=10.0)
     assert (metrics.input_tput, metrics.output_tput) == (0.0, 0.0)

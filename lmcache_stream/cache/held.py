@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 
 import torch
 from torch import Tensor
 
 from .._workers import Workers
-from ..errors import CacheTimeoutError, ClosedError
+from ..errors import CacheLostError, CacheTimeoutError, ClosedError
 from ..rope import RopeConfig
 from . import layouts
 from .edit import check_kept
@@ -71,21 +72,40 @@ class HeldPrefix:
         """Return some tokens' keys of layer 0, ``[n, D]``, or what else it has in their place."""
         return layer0_rows(self._chunks, rows, self._peer.geometry)
 
-    async def traces(self) -> Tensor:
-        """Return sums over the bits of each chunk's first and last rows of layers, int64 ``[chunks, 2]``.
+    @asynccontextmanager
+    async def unchanged(self) -> AsyncIterator[None]:
+        """A block whose reading counts only where the chunks hold in the end what they did before.
 
-        Whoever takes a slot over writes all of it: what was held throughout has the same sums in the end.
+        Locks do not keep a server from clearing its cache by force. Whoever takes a slot over writes all
+        of it, and so the first and last rows of layers, whose sums over the bits are compared.
+
+        Raises:
+            CacheLostError: they do not.
         """
-        return await self._workers.run(_traces, self._chunks)
+        before = await self._workers.run(_traces, self._chunks)
+        yield
+        if not torch.equal(await self._workers.run(_traces, self._chunks), before):
+            raise CacheLostError(
+                "LMCache gave the prefix's memory to something else while it was read (was it cleared by "
+                "force?): nothing of it is used; prefill the prompt once more"
+            )
 
     async def last(self, count: int) -> Tensor:
-        """Return the last ``count`` tokens of it, ``[planes, L, count, D]``, private and writable."""
+        """Return the last ``count`` tokens of it, ``[planes, L, count, D]``, private and writable.
+
+        Raises as ``unchanged``.
+        """
         chunks = self._chunks[-math.ceil(count / self._peer.chunk_size) :]
-        return (await self._stores.transfers.decode(chunks))[:, :, -count:]
+        async with self.unchanged():
+            return (await self._stores.transfers.decode(chunks))[:, :, -count:]
 
     async def kv(self) -> Tensor:
-        """Return all of it, ``[planes, L, T, D]``, private and writable."""
-        return await self._stores.transfers.decode(self._chunks)
+        """Return all of it, ``[planes, L, T, D]``, private and writable.
+
+        Raises as ``unchanged``.
+        """
+        async with self.unchanged():
+            return await self._stores.transfers.decode(self._chunks)
 
     async def drop(
         self, kept: Tensor, rope: RopeConfig, cache_salt: str, *, deadline: float
@@ -124,6 +144,7 @@ class HeldPrefix:
 
 
 def _traces(chunks: Sequence[Tensor]) -> Tensor:
+    """Return sums over the bits of each chunk's first and last rows of layers, int64 ``[chunks, 2]``."""
     rows = []
     for chunk in chunks:
         layers = chunk.flatten(0, -3)

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import importlib.metadata
 import signal
 import sys
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
+from .._version import __version__
 from ..errors import InvalidRequestError, LMCacheStreamError
 from .demo import add_demo
 from .serve import add_serve_cache, add_serve_engine
@@ -71,8 +71,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=_PROGRAM, description="Edit the KV cache of a running vLLM + LMCache, or try it without both."
     )
-    version = importlib.metadata.version("lmcache-stream")
-    parser.add_argument("--version", action="version", version=f"{_PROGRAM} {version}")
+    parser.add_argument("--version", action="version", version=f"{_PROGRAM} {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for add in (add_demo, add_serve_cache, add_serve_engine):
         add(commands)

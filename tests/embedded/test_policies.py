@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -195,6 +195,35 @@ async def test_queries_of_what_follows_the_whole_chunks(model: CausalModel) -> N
     longer = prompt_of(LENGTH + 100, seed=3)
     made = queries(kv, longer[:LENGTH], longer[LENGTH:])
     torch.testing.assert_close(made[0], layer_0_queries(model, longer)[-32:], rtol=1e-4, atol=1e-4)
+
+
+async def test_a_callers_function_can_ask_for_what_follows_the_whole_chunks(model: CausalModel) -> None:
+    prompt, made_by = prompt_of(LENGTH + 20, seed=3), HFQueries(reference_of(model), window=32)
+    seen: list[int] = []
+
+    def plain(kv: torch.Tensor, tokens: list[int], *, behind: Sequence[int]) -> torch.Tensor:
+        seen.extend([len(tokens), *behind])
+        return made_by(kv, tokens, behind)
+
+    async def awaited(kv: torch.Tensor, tokens: list[int], behind: Sequence[int]) -> torch.Tensor:
+        return await asyncio.to_thread(plain, kv, tokens, behind=behind)
+
+    class Made:
+        async def __call__(self, kv: torch.Tensor, tokens: list[int], behind: Sequence[int]) -> torch.Tensor:
+            return await awaited(kv, tokens, behind)
+
+    async with EmbeddedStack(model, cache_gb=0.05) as stack, stack.connect() as context:
+        kept = []
+        for queries in (made_by, plain, awaited, Made()):
+            seen.clear()
+            stream = lms.create_request(context, stack.post_completion, prompt)
+            await stream.generate({**GREEDY, "max_tokens": 1})
+            await stream.modify_kv(SnapKV(ratio=0.5), queries=queries)
+            assert seen == (
+                [] if queries is made_by else [LENGTH, *prompt[LENGTH:], stream.output_tokens()[0]]
+            )
+            kept.append(stream.edits[-1].kept_indices)
+    assert len(set(kept)) == 1
 
 
 async def test_queries_of_a_hugging_face_model(model: CausalModel, tmp_path: Path) -> None:
