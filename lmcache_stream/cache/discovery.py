@@ -78,8 +78,7 @@ def _discover(
     given: KVGeometry | None,
     layout: str | None,
 ) -> Discovery:
-    device = _engines(status, "cache_context_meta")
-    driven = _engines(status, "non_cuda_context_meta")
+    device, driven = _device_engines(status), _driven_engines(status)
     if model_name in device:
         found = _from_device(model_name, device[model_name], config)
         return Discovery(_agreed(found, given), assumed=False, alone=False)
@@ -91,12 +90,27 @@ def _discover(
         return Discovery(_from_driven(model_name, entry, config, layout), assumed=True, alone=False)
     if given is not None:
         return Discovery(given, assumed=False, alone=True)
-    known = sorted({*device, *driven})
-    listed = ", ".join(map(repr, known)) or "none: is the engine up and connected to this LMCache?"
+    listed = (
+        ", ".join(map(repr, registered_models(status)))
+        or "none: is the engine up and connected to this LMCache?"
+    )
     raise GeometryError(
         f"no engine has registered the model {model_name!r} with LMCache. Registered: {listed}. "
         "The name is vLLM's model path (`root` in its /v1/models), not its served name"
     )
+
+
+def registered_models(status: Mapping[str, Any]) -> list[str]:
+    """Return the models that engines have registered, by their names in the cache, sorted."""
+    return sorted({*_device_engines(status), *_driven_engines(status)})
+
+
+def _device_engines(status: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    return _engines(status, "cache_context_meta")
+
+
+def _driven_engines(status: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    return _engines(status, "non_cuda_context_meta")
 
 
 def _engines(status: Mapping[str, Any], section: str) -> dict[str, Mapping[str, Any]]:

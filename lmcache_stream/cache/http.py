@@ -10,9 +10,12 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from .._checks import is_loopback
+from .._listener import Spoken, listener_at
 from ..errors import CacheConnectError, CacheError, CacheTimeoutError, ClosedError
 
 _EXCERPT = 80
+# How long an error may take to find out who it is that answers in place of LMCache.
+_LOOK_SECONDS = 2.0
 
 
 class CacheHTTP:
@@ -62,10 +65,7 @@ class CacheHTTP:
                 f"GET {url}: no answer within {self._deadline:g} s; is this LMCache's --http-port?"
             ) from error
         except (aiohttp.ClientError, asyncio.IncompleteReadError, OSError) as error:
-            raise CacheConnectError(
-                f"GET {url}: {type(error).__name__}: {error}. Is `lmcache server` running, and is "
-                "this the port of its --http-port option (not of --port)?"
-            ) from error
+            raise CacheConnectError(f"GET {url}: {await self._reason(error)}") from error
         excerpt = body[:_EXCERPT].decode(errors="replace")
         if status == 404 and missing_ok:
             return None
@@ -77,6 +77,19 @@ class CacheHTTP:
             raise CacheError(
                 f"GET {url}: the answer is no JSON but {excerpt!r}; is this LMCache's --http-port?"
             ) from error
+
+    async def _reason(self, error: Exception) -> str:
+        if not isinstance(error, aiohttp.ClientConnectorError):
+            found = await listener_at(self._url, deadline=_LOOK_SECONDS)
+            if found.spoken is Spoken.ZEROMQ:
+                return (
+                    f"{found.spoken.value}, as at LMCache's --port; http_url= is the port of its "
+                    "--http-port option (not of --port)"
+                )
+        return (
+            f"{type(error).__name__}: {error}. Is `lmcache server` running, and is this the port of its "
+            "--http-port option (not of --port)?"
+        )
 
     async def aclose(self) -> None:
         """Close the connections; idempotent."""

@@ -14,6 +14,7 @@ import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
 from .._background import Background
+from .._listener import Spoken, listener_at
 from ..errors import CacheConnectError, CacheTimeoutError, ClosedError
 from .messages import Frame, Operation, decode_result, decode_uid, encode_request
 
@@ -25,6 +26,8 @@ _HANDSHAKE_FAILURES = (
     zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL,
     zmq.EVENT_HANDSHAKE_FAILED_AUTH,
 )
+# How long an error may take to find out who it is that answers in place of LMCache.
+_LOOK_SECONDS = 2.0
 
 
 class RequestClient:
@@ -41,7 +44,7 @@ class RequestClient:
         self._uids = itertools.count(1)
         self._waiting: dict[int, tuple[Operation[Any], asyncio.Future[Sequence[Frame]]]] = {}
         self._up = asyncio.Event()
-        self._refusal = ""
+        self._is_refused = False
         self._background = Background(f"LMCache at {url}")
         self._context: zmq.asyncio.Context | None = None
         self._socket: zmq.asyncio.Socket | None = None
@@ -129,20 +132,27 @@ class RequestClient:
         except TimeoutError as error:
             raise CacheConnectError(
                 f"{operation.name}: no LMCache server at {self._url} within "
-                f"{self._connect_timeout:g} s{self._refusal}. Is `lmcache server` running, and is "
+                f"{self._connect_timeout:g} s{await self._who()}. Is `lmcache server` running, and is "
                 "this the port of its --port option?"
             ) from error
         return self._open_socket()
+
+    async def _who(self) -> str:
+        if not self._is_refused:
+            return ""
+        found = await listener_at(self._url, deadline=_LOOK_SECONDS)
+        who = found.spoken.value if found.spoken is Spoken.HTTP else "something answers there"
+        return f" ({who}, but it does not speak ZeroMQ)"
 
     async def _watch(self, monitor: zmq.asyncio.Socket) -> None:
         while True:
             event = parse_monitor_message(await monitor.recv_multipart())["event"]
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self.connections += 1
-                self._refusal = ""
+                self._is_refused = False
                 self._up.set()
             elif event in _HANDSHAKE_FAILURES:
-                self._refusal = " (something answers there, but it does not speak ZeroMQ)"
+                self._is_refused = True
             elif event == zmq.EVENT_DISCONNECTED:
                 self._up.clear()
                 self._fail_waiting()

@@ -15,6 +15,7 @@ from typing import Any
 from .._version import __version__
 from ..errors import InvalidRequestError, LMCacheStreamError
 from .demo import add_demo
+from .doctor import add_doctor
 from .serve import add_serve_cache, add_serve_engine
 
 __all__ = ["main"]
@@ -73,6 +74,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"{_PROGRAM} {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for add in (add_demo, add_serve_cache, add_serve_engine):
+    for add in (add_demo, add_doctor, add_serve_cache, add_serve_engine):
         add(commands)
     return parser

@@ -1,0 +1,117 @@
+"""What listens at an address, by the first bytes that it says: for errors that tell a wrong port."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+from dataclasses import dataclass
+from enum import Enum
+from urllib.parse import urlsplit
+
+from ._background import to_the_end
+
+__all__ = ["Listener", "Spoken", "listener_at", "spoken"]
+
+# A ZeroMQ socket greets at once; HTTP and TLS servers wait to be asked.
+_GREETING_SECONDS = 0.5
+_EXCERPT = 64
+_PORTS = {"http": 80, "https": 443}
+
+
+class Spoken(Enum):
+    """A protocol, as far as the first bytes tell."""
+
+    NOTHING = "nothing listens there"
+    SILENCE = "something listens there and says nothing"
+    ZEROMQ = "a ZeroMQ socket answers there"
+    HTTP = "an HTTP server answers there"
+    TLS = "a TLS server answers there"
+    OTHER = "something answers there in another protocol"
+
+
+@dataclass(frozen=True, slots=True)
+class Listener:
+    """Who listens at an address.
+
+    Attributes:
+        spoken: what it speaks.
+        detail: the reason of the operating system where nothing listens, else empty.
+    """
+
+    spoken: Spoken
+    detail: str = ""
+
+
+def spoken(first: bytes) -> Spoken:
+    """Tell the protocol of a server whose first bytes these are.
+
+    Source: ZMTP 3.1 (the signature of a greeting, whose middle eight bytes are of no account), RFC 9112
+    (status line), RFC 8446 (an alert's record header).
+    """
+    if not first:
+        return Spoken.SILENCE
+    if first[0] == 0xFF and (len(first) < 10 or first[9] == 0x7F):
+        return Spoken.ZEROMQ
+    if first.startswith(b"HTTP/"):
+        # How servers that are spoken to without TLS say so.
+        return Spoken.TLS if b"HTTPS port" in first else Spoken.HTTP
+    if first[:2] == b"\x15\x03":
+        return Spoken.TLS
+    return Spoken.OTHER
+
+
+async def listener_at(url: str, *, deadline: float) -> Listener:
+    """Connect to the host and port of ``url`` and tell who is there, within ``deadline`` seconds.
+
+    Raises nothing: who cannot be reached is ``Spoken.NOTHING``.
+    """
+    parts = urlsplit(url)
+    host, port = parts.hostname or "", parts.port or _PORTS.get(parts.scheme, 0)
+    heard = bytearray()
+    connected = False
+    try:
+        async with asyncio.timeout(deadline):
+            reader, writer = await asyncio.open_connection(host, port)
+            connected = True
+            try:
+                await _listen(reader, writer, host, heard)
+            finally:
+                await to_the_end(_close(writer))
+    except TimeoutError:
+        if not connected:
+            return Listener(Spoken.NOTHING, f"no connection within {deadline:g} s")
+    except (OSError, UnicodeError) as error:
+        if not connected:
+            return Listener(Spoken.NOTHING, _reason(error))
+    return Listener(spoken(bytes(heard)))
+
+
+def _reason(error: OSError | UnicodeError) -> str:
+    # asyncio puts the address into the text of the system's reason, whose number stays.
+    if isinstance(error, OSError) and not isinstance(error, socket.gaierror) and error.errno:
+        return os.strerror(error.errno)
+    return getattr(error, "strerror", None) or str(error)
+
+
+async def _listen(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, host: str, heard: bytearray
+) -> None:
+    try:
+        async with asyncio.timeout(_GREETING_SECONDS):
+            heard += await reader.read(_EXCERPT)
+        return
+    except TimeoutError:
+        pass
+    name = f"[{host}]" if ":" in host else host
+    writer.write(f"GET / HTTP/1.1\r\nHost: {name}\r\nConnection: close\r\n\r\n".encode())
+    await writer.drain()
+    heard += await reader.read(_EXCERPT)
+
+
+async def _close(writer: asyncio.StreamWriter) -> None:
+    writer.transport.abort()
+    # The reset is ours.
+    with contextlib.suppress(OSError):
+        await writer.wait_closed()
