@@ -86,7 +86,7 @@ def test_help_of_every_command_comes_without_the_heavy_packages() -> None:
     program = """
 import sys
 from lmcache_stream.cli import main
-for command in ([], ["demo"], ["serve-cache"], ["serve-engine"]):
+for command in ([], ["demo"], ["doctor"], ["serve-cache"], ["serve-engine"]):
     try:
         main([*command, "--help"])
     except SystemExit as end:
@@ -96,7 +96,8 @@ assert not loaded, loaded
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
-    for words in ("demo", "serve-cache", "serve-engine", "(default: 0.5)", "(default: 5555)", "--workers"):
+    commands = ("demo", "doctor", "serve-cache", "serve-engine")
+    for words in (*commands, "(default: 0.5)", "(default: 5555)", "--workers", "--model-path"):
         assert words in done.stdout
 
 

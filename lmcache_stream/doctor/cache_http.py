@@ -21,7 +21,7 @@ _FULL = 0.95
 
 async def reachable(chart: Chart) -> Finding:
     """Something speaks HTTP there."""
-    root, deadline = chart.targets.http_root, chart.deadlines.answer
+    root, deadline = chart.targets.http_url, chart.deadlines.answer
     answer = await get(f"{root}/status", deadline=deadline)
     if isinstance(answer, NoAnswer):
         return CACHE_HTTP.vacant(root, await listener_at(root, deadline=deadline), answer.reason)
@@ -31,7 +31,7 @@ async def reachable(chart: Chart) -> Finding:
 
 async def status(chart: Chart) -> Finding:
     """What answers there is LMCache, and well."""
-    root, deadline = chart.targets.http_root, chart.deadlines.answer
+    root, deadline = chart.targets.http_url, chart.deadlines.answer
     answer = known(chart.status_answer)
     if not is_status(answer.object):
         if answer.status >= 500:
@@ -48,7 +48,7 @@ async def status(chart: Chart) -> Finding:
 
 async def mode(chart: Chart) -> Finding:
     """The server takes clients that move KV themselves."""
-    root, deadline = chart.targets.http_root, chart.deadlines.answer
+    root, deadline = chart.targets.http_url, chart.deadlines.answer
     answer = await get(f"{root}/config", deadline=deadline)
     if isinstance(answer, Answer) and answer.status == 404:
         # Of older servers.

@@ -85,7 +85,7 @@ async def registration(chart: Chart) -> Finding:
 
 async def _look(chart: Chart) -> None:
     """Write down who is registered while the doctor is."""
-    answer = await get(f"{chart.targets.http_root}/status", deadline=chart.deadlines.answer)
+    answer = await get(f"{chart.targets.http_url}/status", deadline=chart.deadlines.answer)
     listed = answer.object.get("registered_non_cuda_instance_ids") if isinstance(answer, Answer) else None
     chart.registered = listed if isinstance(listed, list) else None
 
@@ -98,7 +98,7 @@ async def _unregister(requests: RequestClient, instance_id: int) -> None:
 
 async def same_server(chart: Chart) -> Finding:
     """Both addresses are of one server."""
-    both = f"{chart.targets.cache_url} and {chart.targets.http_root}"
+    both = f"{chart.targets.cache_url} and {chart.targets.http_url}"
     if chart.registered is None:
         return warning(f"the status does not tell whether {both} are one server", "see LMCache's version")
     if chart.instance_id not in chart.registered:

@@ -30,7 +30,7 @@ class Targets:
     """What is examined.
 
     Attributes:
-        engine_url: vLLM's API, ``http://HOST:PORT``.
+        engine_url: vLLM's API, ``http://HOST:PORT``, with or without ``/v1``.
         cache_url: the ``--port`` of ``lmcache server``, ``tcp://HOST:PORT``.
         http_url: its ``--http-port``, ``http://HOST:PORT``.
         model: the name that vLLM serves the model under; None for the only one that it serves.
@@ -50,19 +50,10 @@ class Targets:
     api_key: str | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        checked_url(self.cache_url, ("tcp",), "cache_url")
-        checked_url(self.http_url, ("http", "https"), "http_url")
-        _ = self.engine
-
-    @property
-    def engine(self) -> Endpoint:
-        """The addresses of the engine."""
-        return Endpoint.of(self.engine_url)
-
-    @property
-    def http_root(self) -> str:
-        """The cache's HTTP address, without a slash behind it."""
-        return self.http_url.rstrip("/")
+        object.__setattr__(self, "cache_url", checked_url(self.cache_url, ("tcp",), "cache_url"))
+        object.__setattr__(self, "http_url", checked_url(self.http_url, ("http", "https"), "http_url"))
+        engine_url = checked_url(self.engine_url, ("http", "https"), "engine_url")
+        object.__setattr__(self, "engine_url", Endpoint.of(engine_url).root)
 
     @property
     def login(self) -> dict[str, str]:

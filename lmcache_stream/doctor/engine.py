@@ -21,7 +21,7 @@ DETAILS = "--enable-prompt-tokens-details"
 _FIRST_TOKEN_ID = 100
 _SHORT_PROMPT = 24
 # A connection that is left before the engine has begun to answer is held for so long; see VLLMCompletions.
-_DRAIN_SECONDS = 10.0
+_DRAIN_SECONDS = 5.0
 
 
 class _Card(msgspec.Struct):
@@ -40,7 +40,7 @@ class _Version(msgspec.Struct):
 
 async def reachable(chart: Chart) -> Finding:
     """Something speaks HTTP there."""
-    root, deadline = chart.targets.engine.root, chart.deadlines.answer
+    root, deadline = chart.targets.engine_url, chart.deadlines.answer
     answer = await get(f"{root}/v1/models", deadline=deadline, headers=chart.targets.login)
     if isinstance(answer, NoAnswer):
         return ENGINE.vacant(root, await listener_at(root, deadline=deadline), answer.reason)
@@ -50,7 +50,7 @@ async def reachable(chart: Chart) -> Finding:
 
 async def api(chart: Chart) -> Finding:
     """What answers there is vLLM's API."""
-    root, deadline = chart.targets.engine.root, chart.deadlines.answer
+    root, deadline = chart.targets.engine_url, chart.deadlines.answer
     answer = known(chart.models)
     if answer.status in (401, 403):
         given = "refuses this API key" if chart.targets.api_key else "wants an API key"
@@ -97,7 +97,7 @@ async def token_ids(chart: Chart) -> Finding:
     """A short pass gives its tokens as ids."""
     targets, wait = chart.targets, chart.deadlines.completion
     chart.engine = engine = VLLMCompletions(
-        targets.engine.root,
+        targets.engine_url,
         known(chart.served_model).name,
         api_key=targets.api_key,
         timeouts=CompletionTimeouts(first_token=wait, idle=wait, drain=_DRAIN_SECONDS),

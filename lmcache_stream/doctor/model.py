@@ -15,6 +15,7 @@ from .results import Finding, failed, ok, warning
 __all__ = ["connector", "geometry", "registered", "rope"]
 
 _GIVE_CONFIG = "give --model-path the folder (or config.json) of the model that vLLM serves"
+_GIVE_NAME = "give --model-path one of these: LMCache knows models by their path, not their served name"
 
 
 def connector(chart: Chart) -> str:
@@ -35,15 +36,18 @@ async def registered(chart: Chart) -> Finding:
         return failed("no engine is connected to this LMCache", connector(chart))
     root = None if served is None else served.root
     wanted = [name for name in (root, targets.model_path, targets.model) if name]
-    chart.cache_name = found = next((name for name in wanted if name in names), None)
+    found = next((name for name in wanted if name in names), None)
+    if found is None and len(names) == 1 and not chart.served and targets.model_path is None:
+        # The engine, which is not there, would have told the name; the only one must be it.
+        found = names[0]
+    chart.cache_name = found
+    if not wanted and found is None:
+        return failed(f"no model was named; registered with this LMCache: {listed}", _GIVE_NAME)
     if found is None:
-        known_as = f"{wanted[0]!r} is not" if wanted else "no model was named, and --model is not"
-        seen = f"{known_as} registered with this LMCache; registered: {listed}"
-        if served is not None:
-            return failed(seen, f"another vLLM is connected to it, this one is not: {connector(chart)}")
-        return failed(
-            seen, "give --model-path one of these: LMCache knows models by their path, not their served name"
-        )
+        seen = f"{wanted[0]!r} is not registered with this LMCache; registered: {listed}"
+        if served is None:
+            return failed(seen, _GIVE_NAME)
+        return failed(seen, f"another vLLM is connected to it, this one is not: {connector(chart)}")
     others = "" if len(names) == 1 else f"; registered: {listed}"
     if root is not None and root != found:
         return warning(
@@ -58,11 +62,20 @@ async def geometry(chart: Chart) -> Finding:
     name = known(chart.cache_name)
     try:
         chart.model_config = config = load_model_config(chart.targets.model_path, name)
-        found = discover(chart.status, name, config, None)
-        shape = found.geometry
-        layouts.get(shape.layout).check(shape, chart.chunk_size)
-    except (GeometryError, LayoutError) as error:
+    except GeometryError as error:
         return failed(str(error), _GIVE_CONFIG)
+    try:
+        found = discover(chart.status, name, config, None)
+    except GeometryError as error:
+        no_support = "; if it has been given, this engine's KV cannot be edited by tokens"
+        return failed(str(error), _GIVE_CONFIG if config is None else _GIVE_CONFIG + no_support)
+    shape = found.geometry
+    try:
+        layouts.get(shape.layout).check(shape, chart.chunk_size)
+    except LayoutError as error:
+        return failed(
+            str(error), "start `lmcache server` with a --chunk-size that is a multiple of vLLM's --block-size"
+        )
     sure = ", as far as the configuration tells" if found.assumed else ""
     return ok(
         f"{shape.num_layers} layers, {shape.num_kv_heads} KV heads of {shape.head_size}, "

@@ -124,8 +124,8 @@ async def layout(chart: Chart) -> Finding:
     if chart.layout_problem:
         return failed(
             chart.layout_problem,
-            "give --model-path the configuration of the served model; is it, the layout is unknown here: "
-            "try connect(layout='auto')",
+            "give --model-path the configuration of the model that vLLM serves; if it has been given, try "
+            "connect(layout='auto')",
         )
     spread, shape = known(chart.cache).layout_spread, known(chart.cache).geometry
     if spread is None:

@@ -196,10 +196,11 @@ async def test_ports_in_each_others_place_are_told_apart(server: FakeLMCache) ->
         "http_url": server.url.replace("tcp:", "http:"),
     }
     reason = await failure_of(lms.CacheConnectError, server, **swapped)
+    assert "a ZeroMQ socket answers there" in reason
     assert "--http-port option (not of --port)" in reason
     impatient = lms.Timeouts(connect=0.5)
     reason = await failure_of(lms.CacheConnectError, server, url=swapped["url"], timeouts=impatient)
-    assert "does not speak ZeroMQ" in reason
+    assert "an HTTP server answers there, but it does not speak ZeroMQ" in reason
     assert "--port option" in reason
 
 

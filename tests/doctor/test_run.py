@@ -1,0 +1,102 @@
+"""The order of the checks, and that nothing is left wherever they are cut off."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import replace
+
+import pytest
+from aiohttp import web
+
+from lmcache_stream.doctor import Deadlines, Result, Status, Targets, examine
+from lmcache_stream.doctor.checks import CHECKS
+from lmcache_stream.errors import InvalidRequestError
+
+from ..cancelling import cancelled_at
+from .conftest import DEADLINES, Stage, clients_of, examined, http_server, nothing_is_held
+
+
+def test_a_check_needs_only_what_comes_before_it() -> None:
+    seen: list[str] = []
+    for check in CHECKS:
+        assert set(check.needs) <= set(seen), check.path
+        assert check.seconds(Deadlines()) > 0
+        seen.append(check.path)
+    assert len(set(seen)) == len(CHECKS)
+
+
+@pytest.mark.timeout(300)
+async def test_a_cancel_anywhere_leaves_nothing(stage: Stage) -> None:
+    clients = await clients_of(stage.cache)
+    number, cut = 1, 0
+    while await cancelled_at(examine(stage.targets, deadlines=DEADLINES), number):
+        await nothing_is_held(stage.cache, clients)
+        cut += 1
+        number += 1 + number // 6
+    await nothing_is_held(stage.cache, clients)
+    assert cut > 15
+
+
+@pytest.mark.parametrize("check", [check.path for check in CHECKS])
+async def test_a_cancel_between_two_checks_leaves_nothing(stage: Stage, check: str) -> None:
+    clients = await clients_of(stage.cache)
+    task: asyncio.Task[list[Result]]
+
+    def cancel(result: Result) -> None:
+        if f"{result.group}/{result.name}" == check:
+            task.cancel()
+
+    task = asyncio.create_task(examine(stage.targets, deadlines=DEADLINES, report=cancel))
+    await asyncio.wait({task})
+    # Nothing is waited for behind the last check but the closing, which a cancel does not cut short.
+    assert task.cancelled()
+    await nothing_is_held(stage.cache, clients)
+
+
+async def test_two_at_once_do_not_disturb_each_other(stage: Stage) -> None:
+    clients = await clients_of(stage.cache)
+    for results in await asyncio.gather(examined(stage.targets), examined(stage.targets)):
+        assert {one.status for one in results.values()} == {Status.OK}
+    await nothing_is_held(stage.cache, clients)
+
+
+async def test_an_engine_that_hangs_is_left_in_time(stage: Stage) -> None:
+    async def hang(request: web.Request) -> web.Response:
+        if request.path == "/v1/models":
+            return web.json_response({"data": [{"id": "tiny"}]})
+        await asyncio.sleep(60)
+        raise AssertionError
+
+    async with http_server(hang) as address:
+        targets = replace(stage.targets, engine_url=address)
+        task = asyncio.create_task(examine(targets, deadlines=replace(DEADLINES, answer=0.2)))
+        await asyncio.sleep(1)
+        began = time.monotonic()
+        task.cancel()
+        await asyncio.wait({task})
+        assert task.cancelled()
+        assert time.monotonic() - began < 9
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"engine_url": "localhost:8000"},
+        {"engine_url": "tcp://localhost:8000"},
+        {"engine_url": "http://user:password@localhost:8000"},
+        {"cache_url": "http://localhost:5555"},
+        {"cache_url": "tcp://localhost"},
+        {"http_url": "tcp://localhost:8080"},
+    ],
+)
+def test_a_url_of_the_wrong_form_is_refused(wrong: dict[str, str]) -> None:
+    with pytest.raises(InvalidRequestError, match=f"{next(iter(wrong))}|holds credentials"):
+        Targets(**wrong)
+
+
+@pytest.mark.parametrize("name", ["answer", "completion", "offload", "transfer", "total"])
+@pytest.mark.parametrize("value", [0, -1, float("nan"), float("inf")])
+def test_a_deadline_is_a_positive_number(name: str, value: float) -> None:
+    with pytest.raises(InvalidRequestError, match=f"deadlines: {name}"):
+        Deadlines(**{name: value})

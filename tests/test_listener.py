@@ -1,0 +1,135 @@
+"""Who listens at an address: real servers of each kind, and their first bytes cut anywhere."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+
+import pytest
+import zmq
+import zmq.asyncio
+from aiohttp import web
+
+from lmcache_stream._listener import Listener, Spoken, listener_at, spoken
+
+from .real.stack import free_port
+
+GREETING = b"\xff\0\0\0\0\0\0\0\x01\x7f"
+
+
+@pytest.mark.parametrize(
+    ("first", "what"),
+    [
+        (b"", Spoken.SILENCE),
+        (GREETING, Spoken.ZEROMQ),
+        (GREETING + b"\x03\x01NULL", Spoken.ZEROMQ),
+        (b"\xff\0\0\0\0\0\0\0\0\x7e", Spoken.OTHER),
+        (b"HTTP/1.1 200 OK\r\n", Spoken.HTTP),
+        (b"HTTP/1.0 404 Not Found\r\n", Spoken.HTTP),
+        (b"HTTP/1.1 400 The plain HTTP request was sent to HTTPS port\r\n", Spoken.TLS),
+        (b"\x15\x03\x01\x00\x02\x02F", Spoken.TLS),
+        (b"SSH-2.0-OpenSSH_9.2\r\n", Spoken.OTHER),
+        (b"-ERR wrong number of arguments\r\n", Spoken.OTHER),
+        (b"\xff", Spoken.ZEROMQ),
+    ],
+)
+def test_the_first_bytes_tell_the_protocol(first: bytes, what: Spoken) -> None:
+    assert spoken(first) is what
+
+
+def test_a_greeting_is_known_however_little_of_it_has_come() -> None:
+    for length in range(1, len(GREETING) + 1):
+        assert spoken(GREETING[:length]) is Spoken.ZEROMQ
+
+
+@asynccontextmanager
+async def zeromq() -> AsyncIterator[str]:
+    with zmq.asyncio.Context() as context, context.socket(zmq.ROUTER) as router:
+        router.setsockopt(zmq.LINGER, 0)
+        yield f"tcp://127.0.0.1:{router.bind_to_random_port('tcp://127.0.0.1')}"
+
+
+@asynccontextmanager
+async def http() -> AsyncIterator[str]:
+    runner = web.AppRunner(web.Application())
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    await runner.cleanup()
+
+
+def saying(words: bytes, *, at_once: bool) -> Callable[[], AbstractAsyncContextManager[str]]:
+    """A server of plain sockets that says ``words``, when it is connected to or when it is spoken to."""
+
+    @asynccontextmanager
+    async def open_server() -> AsyncIterator[str]:
+        left = asyncio.Event()
+
+        async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            if not at_once:
+                await reader.read(1)
+            writer.write(words)
+            # Until the other side is gone.
+            with suppress(ConnectionError):
+                await reader.read()
+            writer.close()
+            left.set()
+
+        server = await asyncio.start_server(answer, "127.0.0.1", 0)
+        yield f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        await asyncio.wait_for(left.wait(), 5)
+        server.close()
+
+    return open_server
+
+
+@pytest.mark.parametrize(
+    ("opened", "what"),
+    [
+        (zeromq, Spoken.ZEROMQ),
+        (http, Spoken.HTTP),
+        (saying(b"SSH-2.0-OpenSSH_9.2\r\n", at_once=True), Spoken.OTHER),
+        (saying(b"\x15\x03\x03\x00\x02\x02\x32", at_once=False), Spoken.TLS),
+        (saying(b"", at_once=True), Spoken.SILENCE),
+    ],
+    ids=["zeromq", "http", "ssh", "tls", "silence"],
+)
+async def test_a_server_is_told_by_what_it_says(
+    opened: Callable[[], AbstractAsyncContextManager[str]], what: Spoken
+) -> None:
+    async with opened() as url:
+        began = time.monotonic()
+        assert await listener_at(url, deadline=1.5) == Listener(what)
+        assert time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize(
+    ("url", "detail"),
+    [
+        (f"tcp://127.0.0.1:{free_port()}", "Connection refused"),
+        ("http://no-such-host.invalid:8000", "not known"),
+        # A label that no host name can have.
+        (f"http://{'a' * 70}.invalid:8000", ""),
+        ("http://127.0.0.1:0", ""),
+    ],
+    ids=["refused", "unknown host", "no host name", "no port"],
+)
+async def test_where_nobody_is_the_system_says_why(url: str, detail: str) -> None:
+    found = await listener_at(url, deadline=5)
+    assert found.spoken is Spoken.NOTHING
+    assert found.detail
+    assert detail in found.detail or "resolution" in found.detail
+
+
+def test_ssl_alerts_have_the_record_header_that_is_looked_for() -> None:
+    """Python's own TLS, asked in plain text, answers with the bytes that mean TLS."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+    tls = context.wrap_bio(incoming, outgoing, server_side=True)
+    incoming.write(b"\x16\x03\x01\x00\x05GET /")
+    with pytest.raises(ssl.SSLError):
+        tls.do_handshake()
+    assert spoken(outgoing.read()) is Spoken.TLS
