@@ -14,14 +14,13 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from lmcache_stream.doctor import Deadlines, Result, Targets, examine
+from lmcache_stream.doctor import Targets
 from lmcache_stream.embedded import EmbeddedCacheServer, EmbeddedEngine
 from lmcache_stream.embedded.engine import CausalModel
 
 from ..tiny_model import write_tiny_llama
 
 CHUNK_SIZE = 16
-DEADLINES = Deadlines(answer=2, completion=20, offload=2, transfer=10, total=60)
 
 
 @dataclass(frozen=True)
@@ -105,18 +104,6 @@ async def nothing_is_held(cache: EmbeddedCacheServer, clients: list[int]) -> Non
             return
         await asyncio.sleep(0.02)
     assert held == (clients, 0, 0, 0)
-
-
-async def examined(targets: Targets, deadlines: Deadlines = DEADLINES) -> dict[str, Result]:
-    """Return the results by ``group/name``; those that were reported are those that are returned."""
-    reported: list[Result] = []
-    results = await examine(targets, deadlines=deadlines, report=reported.append)
-    assert reported == results
-    for one in results:
-        assert one.seen
-        assert len(one.seen.splitlines()) == 1
-        assert len(one.advice.splitlines()) == (one.status in ("warning", "failed"))
-    return {f"{one.group}/{one.name}": one for one in results}
 
 
 @asynccontextmanager

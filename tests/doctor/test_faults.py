@@ -12,34 +12,16 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
-from lmcache_stream.doctor import Deadlines, Result, Status, Targets
-from lmcache_stream.doctor.checks import CHECKS
+from lmcache_stream.doctor import Deadlines, Status, Targets
 from lmcache_stream.embedded import EmbeddedCacheServer
 from lmcache_stream.embedded.engine import CausalModel
 
 from ..fakes.lmcache import FakeLMCache
 from ..real.stack import free_port
-from .conftest import (
-    DEADLINES,
-    Stage,
-    clients_of,
-    examined,
-    http_server,
-    in_between,
-    nothing_is_held,
-    staged,
-)
+from .conftest import Stage, clients_of, http_server, in_between, nothing_is_held, staged
+from .lines import DEADLINES, Line, check_lines, examined
 
 HURRIED = Deadlines(answer=0.5, completion=20, offload=1, transfer=10, total=60)
-
-
-@dataclass(frozen=True)
-class Line:
-    """What a result must say."""
-
-    seen: str
-    advice: str
-    status: Status = Status.FAILED
 
 
 @dataclass(frozen=True)
@@ -188,23 +170,6 @@ FAULTS = {
         },
     ),
 }
-
-
-def check_lines(results: dict[str, Result], lines: dict[str, Line]) -> None:
-    """Assert that these checks, and no others, found fault, and why each other one was not made."""
-    assert list(results) == [check.path for check in CHECKS]
-    found = {path for path, one in results.items() if one.status in (Status.WARNING, Status.FAILED)}
-    assert found == set(lines), {path: results[path].seen for path in found}
-    for path, line in lines.items():
-        assert results[path].status is line.status
-        assert line.seen in results[path].seen
-        assert line.advice in results[path].advice
-    failed = [path for path, line in lines.items() if line.status is Status.FAILED]
-    roots = {f"because of {path.replace('/', ': ')}" for path in failed}
-    for one in results.values():
-        if one.status is Status.NOT_CHECKED:
-            assert one.seen in roots
-    assert bool(failed) == any(not one.is_good for one in results.values())
 
 
 @pytest.mark.parametrize("name", FAULTS)

@@ -14,7 +14,8 @@ from lmcache_stream.doctor.checks import CHECKS
 from lmcache_stream.errors import InvalidRequestError
 
 from ..cancelling import cancelled_at
-from .conftest import DEADLINES, Stage, clients_of, examined, http_server, nothing_is_held
+from .conftest import Stage, clients_of, http_server, nothing_is_held
+from .lines import DEADLINES, examined
 
 
 def test_a_check_needs_only_what_comes_before_it() -> None:

@@ -139,6 +139,7 @@ def lmcache_server(
     size_gb: float = 2,
     port: int | None = None,
     http_port: int | None = None,
+    takes_clients: bool = True,
 ) -> Iterator[CacheServer]:
     port, http_port = port or free_port(), http_port or free_port()
     shm_name = f"lmcs{secrets.token_hex(4)}"
@@ -147,8 +148,9 @@ def lmcache_server(
         *("--l1-size-gb", str(size_gb), "--eviction-policy", "LRU"),
         *("--chunk-size", str(chunk_size), "--port", str(port)),
         *("--http-host", "127.0.0.1", "--http-port", str(http_port)),
-        *("--supported-transfer-mode", "auto"),
     ]
+    if takes_clients:
+        command += ["--supported-transfer-mode", "auto"]
     if shared_memory:
         command += ["--shm-name", shm_name, "--no-l1-use-lazy"]
     server = _start(command, logs / f"lmcache-{port}.log")
@@ -190,25 +192,27 @@ class Engine:
 def vllm_server(
     installed: Path,
     logs: Path,
-    cache: CacheServer,
+    cache: CacheServer | None,
     *,
     dtype: str = "bfloat16",
     prefix_caching: bool = False,
 ) -> Iterator[Engine]:
+    """Run vLLM; without a cache as `vllm serve MODEL` alone does."""
     port = free_port()
     model = model_of(installed)
-    connector = {
-        "kv_connector": "LMCacheMPConnector",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {"lmcache.mp.port": int(cache.url.rsplit(":", 1)[1])},
-    }
     command: list[str | Path] = [
         *(python_of(installed).parent / "vllm", "serve", model, "--served-model-name", "smollm2"),
         *("--host", "127.0.0.1", "--port", str(port), "--dtype", dtype, "--enforce-eager"),
         *("--max-model-len", str(MAX_MODEL_LEN), "--block-size", str(BLOCK_SIZE)),
         "--enable-prefix-caching" if prefix_caching else "--no-enable-prefix-caching",
-        *("--enable-prompt-tokens-details", "--kv-transfer-config", json.dumps(connector)),
     ]
+    if cache is not None:
+        connector = {
+            "kv_connector": "LMCacheMPConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"lmcache.mp.port": int(cache.url.rsplit(":", 1)[1])},
+        }
+        command += ["--enable-prompt-tokens-details", "--kv-transfer-config", json.dumps(connector)]
     server = _start(command, logs / f"vllm-{port}.log")
     url = f"http://127.0.0.1:{port}"
     try:
