@@ -75,7 +75,7 @@ async def offload(chart: Chart) -> Finding:
         model_config=targets.model_path,
         max_model_len=known(chart.served_model).max_model_len,
         timeouts=Timeouts(
-            connect=limits.answer, lookup=limits.answer, retrieve=limits.transfer, store=limits.transfer
+            connect=limits.answer, lookup=2 * limits.answer, retrieve=limits.transfer, store=limits.transfer
         ),
     )
     chart.possessions.push_async_callback(cache.aclose)

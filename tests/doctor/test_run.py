@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 from aiohttp import web
 
+from lmcache_stream.cache.context import AsyncLMCacheContext
 from lmcache_stream.doctor import Deadlines, Result, Status, Targets, examine
 from lmcache_stream.doctor.checks import CHECKS
 from lmcache_stream.errors import InvalidRequestError
@@ -52,6 +53,35 @@ async def test_a_cancel_between_two_checks_leaves_nothing(stage: Stage, check: s
     await asyncio.wait({task})
     # Nothing is waited for behind the last check but the closing, which a cancel does not cut short.
     assert task.cancelled()
+    await nothing_is_held(stage.cache, clients)
+
+
+async def test_cancels_without_end_do_not_interrupt_the_closing(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clients = await clients_of(stage.cache)
+    closed: list[str] = []
+    real = AsyncLMCacheContext.aclose
+
+    async def slowly(context: AsyncLMCacheContext) -> None:
+        await asyncio.sleep(0.2)
+        await real(context)
+        closed.append(context.model_name)
+
+    monkeypatch.setattr(AsyncLMCacheContext, "aclose", slowly)
+    behind = asyncio.Event()
+
+    def tell(result: Result) -> None:
+        if result.name == "offload":
+            behind.set()
+
+    task = asyncio.create_task(examine(stage.targets, deadlines=DEADLINES, report=tell))
+    await asyncio.wait_for(behind.wait(), 20)
+    while not task.done():
+        task.cancel()
+        await asyncio.sleep(0.01)
+    assert task.cancelled()
+    assert closed == [stage.model.name]
     await nothing_is_held(stage.cache, clients)
 
 
