@@ -38,6 +38,7 @@ from lmcache_stream.dropping import (
     RandomDrop,
     SnapKV,
     StreamingLLM,
+    ValueDiff,
     WholeChunks,
 )
 from lmcache_stream.embedded import EmbeddedStack
@@ -54,6 +55,8 @@ POLICIES: dict[str, Callable[..., DropPolicy | WholeChunks]] = {
     "KeyDiff": KeyDiff,
     "KeyDiff-rotated": partial(KeyDiff, rotated=True),
     "KeyDiff-runs-of-8": lambda **given: WholeChunks(KeyDiff(**given), 8),
+    "ValueDiff": ValueDiff,
+    "ValueDiff-runs-of-8": lambda **given: WholeChunks(ValueDiff(**given), 8),
     "TOVA": TOVA,
     "SnapKV": SnapKV,
     "SnapKV-max": partial(SnapKV, reduce="max"),

@@ -17,7 +17,7 @@ import lmcache_stream as lms
 from lmcache_stream.cache import holds
 from lmcache_stream.cache.edit import drop_tokens
 from lmcache_stream.cache.transfers import Transfers
-from lmcache_stream.dropping import CachedPrefix, DropPolicy, KeyDiff, KNorm, StreamingLLM
+from lmcache_stream.dropping import CachedPrefix, DropPolicy, KeyDiff, KNorm, StreamingLLM, ValueDiff
 
 from .cache.conftest import FAST, GEOMETRY
 from .cache.test_connect import until_registered_again
@@ -92,7 +92,7 @@ async def test_the_same_bits_as_through_a_function(
     assert torch.equal(await context.retrieve(PREFIX), kv)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("policy", [KeyDiff, KNorm, StreamingLLM])
+@pytest.mark.parametrize("policy", [KeyDiff, ValueDiff, KNorm, StreamingLLM])
 async def test_a_policy_chooses_the_same_from_where_the_kv_lies(
     context: lms.AsyncLMCacheContext, server: FakeLMCache, policy: type[DropPolicy]
 ) -> None:

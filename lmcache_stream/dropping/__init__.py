@@ -13,6 +13,7 @@ from .scored import Scored
 from .snapkv import SnapKV
 from .streaming_llm import StreamingLLM
 from .tova import TOVA
+from .valuediff import ValueDiff
 from .wrappers import AlwaysKeep, Chain, Policy, WholeChunks
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "Scored",
     "SnapKV",
     "StreamingLLM",
+    "ValueDiff",
     "WholeChunks",
     "keep",
 ]

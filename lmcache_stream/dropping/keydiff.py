@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
-from torch.nn import functional
 
+from .directions import unlikeness
 from .policy import DropPolicy
 from .prefix import CachedPrefix
 
@@ -31,9 +30,4 @@ class KeyDiff(DropPolicy):
 
     def score(self, prefix: CachedPrefix) -> Tensor:
         """Return the negative cosine to the mean of the unit keys, averaged over heads and layers."""
-        scores = torch.zeros(prefix.num_tokens)
-        for layer in prefix.keys if self.rotated else prefix.unrotated_keys():
-            directions = functional.normalize(layer.float(), dim=-1)
-            anchor = functional.normalize(directions.mean(dim=0), dim=-1)
-            scores -= (directions * anchor).sum(dim=-1).mean(dim=-1)
-        return scores / len(prefix.keys)
+        return unlikeness(prefix.keys if self.rotated else prefix.unrotated_keys())

@@ -117,5 +117,5 @@ class DropPolicy(ABC):
             raise InvalidRequestError(
                 f"{type(self).__name__} needs queries: pass queries=HFQueries(model) to modify_kv(), or a "
                 "tensor or function of your own, or queries=True to connect() where the engine offloads "
-                "them; KeyDiff, KNorm, StreamingLLM and RandomDrop need none"
+                "them; KeyDiff, ValueDiff, KNorm, StreamingLLM and RandomDrop need none"
             )

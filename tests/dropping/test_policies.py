@@ -25,6 +25,7 @@ from lmcache_stream.dropping import (
     Scored,
     SnapKV,
     StreamingLLM,
+    ValueDiff,
     WholeChunks,
 )
 from lmcache_stream.errors import InvalidRequestError
@@ -35,7 +36,10 @@ Rows = list[list[float]]
 
 ROPE = RopeConfig(head_size=SIZE, inv_freq=(1.0, 0.3, 0.1, 0.01), pairing="half")
 
-POLICIES: list[Callable[..., DropPolicy]] = [RandomDrop, StreamingLLM, KNorm, KeyDiff, TOVA, SnapKV, RKV]
+POLICIES: list[Callable[..., DropPolicy]] = [
+    *(RandomDrop, StreamingLLM, KNorm, KeyDiff, ValueDiff),
+    *(TOVA, SnapKV, RKV),
+]
 
 
 def make_prefix(
@@ -99,20 +103,36 @@ def test_knorm_prefers_small_keys() -> None:
     assert_scores(KNorm(ratio=0.5), prefix, wanted)
 
 
+def unlike_the_mean_direction(rows: Rows) -> list[float]:
+    units = [[x / norm(row) for x in row] for row in rows]
+    anchor = [sum(column) / len(units) for column in zip(*units, strict=True)]
+    return [-cosine(row, anchor) for row in rows]
+
+
 def test_keydiff_prefers_keys_unlike_the_mean_direction() -> None:
     prefix = make_prefix()
-
-    def of_head(layer: int, head: int) -> list[float]:
-        rows = key_rows(prefix, layer, head)
-        units = [[x / norm(row) for x in row] for row in rows]
-        anchor = [sum(column) / len(units) for column in zip(*units, strict=True)]
-        return [-cosine(row, anchor) for row in rows]
-
-    assert_scores(KeyDiff(ratio=0.5, rotated=True), prefix, averaged(of_head))
+    wanted = averaged(lambda layer, head: unlike_the_mean_direction(key_rows(prefix, layer, head)))
+    assert_scores(KeyDiff(ratio=0.5, rotated=True), prefix, wanted)
     alike = torch.ones(2, 1, 32, SIZE)
     alike[0, 0, 5] = -1.0
     outlier = CachedPrefix.of(alike, list(range(32)), num_kv_heads=1)
     assert int(KeyDiff(ratio=0.5, rotated=True).score(outlier).argmax()) == 5
+
+
+def test_valuediff_prefers_values_unlike_the_mean_direction_whatever_their_length() -> None:
+    kv = torch.randn(2, LAYERS, LENGTH, HEADS * SIZE, generator=torch.Generator().manual_seed(8)) + 0.5
+    tokens = list(range(LENGTH))
+
+    def of_head(layer: int, head: int) -> list[float]:
+        rows: Rows = kv[1, layer, :, head * SIZE : (head + 1) * SIZE].tolist()
+        return unlike_the_mean_direction(rows)
+
+    # Values are not rotated: it need not be known how keys are.
+    prefix = CachedPrefix.of(kv, tokens, num_kv_heads=HEADS)
+    assert_scores(ValueDiff(ratio=0.5), prefix, averaged(of_head))
+    lengths = torch.linspace(0.01, 100, LENGTH)[:, None]
+    longer = CachedPrefix.of(kv * lengths, tokens, num_kv_heads=HEADS)
+    torch.testing.assert_close(ValueDiff(ratio=0.5).score(longer), ValueDiff(ratio=0.5).score(prefix))
 
 
 def rotated_by_hand(keys: Tensor, positions: Sequence[int]) -> Tensor:

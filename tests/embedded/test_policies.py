@@ -26,6 +26,7 @@ from lmcache_stream.dropping import (
     Scored,
     SnapKV,
     StreamingLLM,
+    ValueDiff,
     WholeChunks,
 )
 from lmcache_stream.embedded import EmbeddedStack
@@ -43,6 +44,7 @@ POLICIES: list[tuple[Policy, bool]] = [
     (StreamingLLM(ratio=0.5), False),
     (KNorm(ratio=0.5), False),
     (KeyDiff(budget=160), False),
+    (ValueDiff(ratio=0.75), False),
     (TOVA(ratio=0.5), True),
     (SnapKV(ratio=0.5), True),
     (RKV(ratio=0.5), True),

@@ -18,6 +18,7 @@ from lmcache_stream.dropping import (
     RandomDrop,
     SnapKV,
     StreamingLLM,
+    ValueDiff,
 )
 
 from .. import reference
@@ -36,6 +37,7 @@ POLICIES: list[Policy] = [
     StreamingLLM(ratio=0.5),
     KNorm(ratio=0.25),
     KeyDiff(ratio=0.5),
+    ValueDiff(ratio=0.5),
     TOVA(ratio=0.5),
     SnapKV(ratio=0.75),
     RKV(budget=480),
