@@ -17,6 +17,7 @@ import lmcache_stream as lms
 
 __all__ = [
     "Servers",
+    "add_server_arguments",
     "add_text_arguments",
     "hide_progress_bars",
     "make_parser",
@@ -33,12 +34,14 @@ class Servers:
     Attributes:
         cache: the connection to the cache server.
         engine: the engine's completions.
+        engine_url: where the engine listens.
         tokenizer: that of the model.
         model: the model's folder or Hub id, from which ``HFQueries`` loads it.
     """
 
     cache: lms.AsyncLMCacheContext
     engine: lms.VLLMCompletions
+    engine_url: str
     tokenizer: Any
     model: str
 
@@ -51,7 +54,7 @@ async def open_servers(args: argparse.Namespace) -> AsyncIterator[Servers]:
         from lmcache_stream.embedded import EmbeddedStack
 
         async with EmbeddedStack(args.model) as stack, stack.connect() as cache:
-            yield Servers(cache, stack.post_completion, stack.tokenizer, stack.model_name)
+            yield Servers(cache, stack.post_completion, stack.engine_url, stack.tokenizer, stack.model_name)
         return
     url = args.engine_url.rstrip("/")
     # The engine's path of the model is its name in LMCache.
@@ -61,7 +64,7 @@ async def open_servers(args: argparse.Namespace) -> AsyncIterator[Servers]:
         lms.connect(args.cache_url, args.http_url, root) as cache,
         lms.VLLMCompletions(url, args.model, api_key=args.api_key) as engine,
     ):
-        yield Servers(cache, engine, tokenizer, root)
+        yield Servers(cache, engine, url, tokenizer, root)
 
 
 def hide_progress_bars() -> None:
@@ -82,17 +85,24 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    add_server_arguments(parser)
     add = parser.add_argument
-    add("--model", help="a folder or Hub id (SmolLM2-135M-Instruct); of a real vLLM the name in its API")
     add("--picture", type=_png, metavar="FILE.png", help="draw what was kept")
     add("--max-tokens", type=positive, default=14, metavar="N", help="tokens of an answer (14)")
+    return parser
+
+
+def add_server_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add those that say what ``open_servers`` opens."""
+    parser.add_argument(
+        "--model", help="a folder or Hub id (SmolLM2-135M-Instruct); of a real vLLM the name in its API"
+    )
     real = parser.add_argument_group("real servers instead of the embedded stack").add_argument
     real("--engine-url", help="vLLM, e.g. http://localhost:8000")
     real("--cache-url", default="tcp://localhost:5555", help="LMCache's --port (tcp://localhost:5555)")
     real("--http-url", default="http://localhost:8080", help="its --http-port (http://localhost:8080)")
     real("--model-path", help="the model's name in LMCache; by default vLLM is asked")
     real("--api-key", help="sent to vLLM as a bearer token")
-    return parser
 
 
 def add_text_arguments(parser: argparse.ArgumentParser, *, ratios: tuple[float, ...]) -> None:
