@@ -85,12 +85,18 @@ async def listening(service: DocumentService, host: str, port: int) -> AsyncIter
             timeout_graceful_shutdown=_SHUTDOWN_SECONDS,
         )
         server = _Server(config)
+        raised: Exception | None = None
         async with anyio.create_task_group() as group:
             group.start_soon(server.serve, [listener])
             try:
                 yield f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
+            except Exception as error:
+                # Kept, because a task group would wrap it.
+                raised = error
             finally:
                 server.should_exit = True
+        if raised is not None:
+            raise raised
 
 
 class _Server(uvicorn.Server):

@@ -40,7 +40,7 @@ class Servers:
     """
 
     cache: lms.AsyncLMCacheContext
-    engine: lms.VLLMCompletions
+    engine: lms.PostCompletion
     engine_url: str
     tokenizer: Any
     model: str
