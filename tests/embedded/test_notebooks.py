@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -23,6 +24,14 @@ RATIOS = {
     "snapkv": (0.5, 0.5, 0.5),
     "rkv": (0.7, 0.7),
     "decode_time_dropping": None,
+    "batch": (0.5, 0.5, 0.5, 0.5),
+    "sync_batch": (0.5, 0.5, 0.5, 0.5),
+}
+
+# Of those that show reports: their titles.
+REPORTS = {
+    "batch": ["Batch of 4 streams: run"],
+    "sync_batch": [f"Batch of 4 streams: {mode}" for mode in ("prefill", "modify", "decode")],
 }
 
 CHECK = """
@@ -71,6 +80,10 @@ def test_it_keeps_what_it_says_and_draws_it(name: str, tiny_folder: Path, endles
     assert told == []
     (picture,) = (output.data["image/png"] for output in outputs if "image/png" in output.get("data", ()))
     assert base64.b64decode(picture).startswith(b"\x89PNG")
+    pages = [output.data["text/html"] for output in outputs if "text/html" in output.get("data", ())]
+    titles = [title for page in pages for title in re.findall(r"<p><b>(.*?)</b></p>", page)]
+    assert titles == REPORTS.get(name, [])
+    assert all(re.search(r"streams failed</td>.*>0</td>", page) for page in pages)
     found = json.loads(notebook.cells[-2].outputs[0].text)
     kept = [len(indices) for indices in found["kept"]]
     if ratios is None:
