@@ -28,6 +28,7 @@ from document_service.command import command
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 __all__ = ["application", "listening"]
@@ -67,6 +68,11 @@ def application(service: DocumentService) -> FastAPI:
     async def http_problem(_: Request, error: HTTPException) -> Response:
         # Of a path or a method that there is not.
         return _response_of(Problem.refused(error.status_code, error.detail))
+
+    @app.exception_handler(ClientDisconnect)
+    async def gone(_: Request, __: ClientDisconnect) -> Response:
+        # It left while it sent its question: nobody reads this.
+        return Response(status_code=400)
 
     return app
 

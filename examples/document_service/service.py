@@ -1,36 +1,30 @@
-"""The service: who is answered when, and the way of one answer from its document to its last token."""
+"""The service: who is answered when, and what ends an answer early."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import anyio
 from aiohttp import ClientSession
 from anyio.streams.memory import MemoryObjectSendStream
 from serving import Servers
 
-import lmcache_stream as lms
-from lmcache_stream.dropping import HFQueries
-
+from .answerer import Answerer
 from .answers import Answer, Event
 from .health import health_problems
 from .metrics import ServiceMetrics
-from .prompt import DocumentPrompt
-from .requests import AnswerRequest, Problem, always_kept
+from .requests import AnswerRequest, Problem
 
 __all__ = ["DocumentService", "Limits"]
 
 logger = logging.getLogger(__name__)
-
-Emit = Callable[[Event], Awaitable[None]]
 
 # Events that may wait for a client that reads slowly.
 _BUFFERED = 64
@@ -67,15 +61,11 @@ class DocumentService:
         self.limits = limits or Limits()
         self.metrics = ServiceMetrics()
         self._servers = servers
-        self._prompt = DocumentPrompt(servers.tokenizer, servers.cache.chunk_size)
-        # A thread for the tokenizer, which is not made for several.
-        self._thread = ThreadPoolExecutor(1, "document tokenizer")
+        self._answerer = Answerer(servers, self.metrics)
         self._session = ClientSession()
         self._turns = asyncio.Semaphore(self.limits.running)
         self._works: set[anyio.CancelScope] = set()
         self._ends: set[Callable[[], None]] = set()
-        # Loads its model at its first use, in a worker thread: a second copy, in this process.
-        self._queries = HFQueries(servers.model, window=always_kept(servers.cache.chunk_size)[1])
         self._admitted = 0
         self._nobody = asyncio.Event()
         self._nobody.set()
@@ -93,7 +83,7 @@ class DocumentService:
         with anyio.CancelScope(shield=True):
             await self.drain(0)
             await self._session.close()
-            self._thread.shutdown(wait=False, cancel_futures=True)
+            self._answerer.close()
 
     @asynccontextmanager
     async def answer(self, body: bytes) -> AsyncIterator[Answer]:
@@ -195,7 +185,7 @@ class DocumentService:
                 self._works.add(scope)
                 try:
                     async with self._turn():
-                        await self._answer(request, emit, started)
+                        await self._answerer.answer(request, emit, started)
                 except Exception as error:
                     problem = Problem.of(error)
                     if problem.status == 500:
@@ -219,84 +209,3 @@ class DocumentService:
                 yield
         finally:
             self._turns.release()
-
-    async def _answer(self, request: AnswerRequest, emit: Emit, started: float) -> None:
-        """Prefill, drop tokens, decode."""
-        cache, engine = self._servers.cache, self._servers.engine
-        loop = asyncio.get_running_loop()
-        prompt = await loop.run_in_executor(self._thread, self._prompt, request.document, request.question)
-        stream = lms.create_request(cache, engine, prompt)
-        writer = _Writer(stream, emit, self.metrics, started)
-        policy = request.drop_policy(cache.chunk_size)
-        if policy is not None:
-            # The engine computes the prompt's KV, which the cache server stores, and a first token.
-            await writer.run_pass(1)
-            if not stream.is_done() and request.max_tokens > 1:
-                queries = self._queries if policy.needs_queries else None
-                await stream.modify_kv(policy, queries=queries)
-                edit = stream.edits[-1]
-                self.metrics.observe_edit(request.policy, edit)
-                await emit(Event("edit", _told(edit)))
-        left = request.max_tokens - stream.decoded_tokens()
-        if left and not stream.is_done():
-            await writer.run_pass(left)
-        await emit(Event("done", writer.summary(len(prompt))))
-
-
-class _Writer:
-    """Runs the passes of a stream and emits their text as it comes."""
-
-    def __init__(
-        self, stream: lms.AsyncLMCacheStream, emit: Emit, metrics: ServiceMetrics, started: float
-    ) -> None:
-        self._stream = stream
-        self._emit = emit
-        self._metrics = metrics
-        self._started = started
-        self._sent = 0
-        self._ttft: float | None = None
-        self._last: lms.StreamPerfMetrics | None = None
-
-    async def run_pass(self, max_tokens: int) -> None:
-        params = {"max_tokens": max_tokens, "temperature": 0}
-        async with self._stream.open_generation(params) as generation:
-            async for event in generation:
-                if self._ttft is None:
-                    self._ttft = time.perf_counter() - self._started
-                    self._metrics.ttft.observe(self._ttft)
-                await self._send(event.text)
-        # What the engine sent behind the last token.
-        await self._send(self._stream.output_text()[self._sent :])
-        self._last = generation.metrics
-        self._metrics.observe_pass(generation.metrics)
-
-    async def _send(self, text: str) -> None:
-        # Of a character that several tokens make up, all but the last have no text.
-        if text:
-            self._sent += len(text)
-            await self._emit(Event("token", {"text": text}))
-
-    def summary(self, prompt_tokens: int) -> dict[str, Any]:
-        """Return what ``done`` says; times in seconds."""
-        last = self._last
-        return {
-            "text": self._stream.output_text(),
-            "finish_reason": last.finish_reason if last else None,
-            "prompt_tokens": prompt_tokens,
-            "cached_tokens": last.cached_tokens if last else None,
-            "output_tokens": self._stream.decoded_tokens(),
-            "ttft": self._ttft,
-            "tpot": last.tpot if last else None,
-            "duration": time.perf_counter() - self._started,
-        }
-
-
-def _told(edit: lms.EditReport) -> dict[str, Any]:
-    return {
-        "tokens_before": edit.tokens_before,
-        "tokens_after": edit.tokens_after,
-        "kept_share": round(edit.tokens_after / edit.tokens_before, 4),
-        "bytes_before": edit.bytes_before,
-        "bytes_after": edit.bytes_after,
-        "seconds": edit.seconds,
-    }
