@@ -11,11 +11,12 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-from document_service import MAX_BODY, Limits, Problem
+from document_service import MAX_BODY, DocumentService, Limits, Problem
 from document_service.prompt import DocumentPrompt
 from serving import Servers
 
 import lmcache_stream as lms
+from lmcache_stream.embedded import EmbeddedCacheServer, EmbeddedEngine
 from lmcache_stream.embedded.engine import CausalModel
 
 from .answer_client import ask, asking, get, samples
@@ -191,22 +192,36 @@ async def test_an_engine_that_is_down_is_503_and_healthz_says_so(
 
 
 @both
-async def test_healthz_says_when_the_cache_is_down(module: ModuleType, model: CausalModel) -> None:
-    async with serving(module, model) as served:
-        assert await get(f"{served.url}/healthz") == (200, await health_text(served.url))
-        await served.service._servers.cache.aclose()
-        status, text = await get(f"{served.url}/healthz")
-        reply = await ask(served.url, QUESTION)
-    assert status == 503
-    (problem,) = json.loads(text)["problems"]
-    assert problem.startswith("cache: ")
-    assert reply.status >= 500 or reply.events[-1][0] == "error"
-
-
-async def health_text(url: str) -> str:
-    _, text = await get(f"{url}/healthz")
-    assert json.loads(text) == {"status": "ok", "problems": []}
-    return text
+async def test_a_cache_that_is_down_is_an_error_and_healthz_says_so(
+    module: ModuleType,
+    model: CausalModel,
+    cache: EmbeddedCacheServer,
+    engine: EmbeddedEngine,
+    completions: lms.VLLMCompletions,
+) -> None:
+    async with (
+        lms.connect(
+            cache.url,
+            cache.http_url,
+            model.name,
+            geometry=model.geometry,
+            model_config=model.config,
+            timeouts=lms.Timeouts(connect=1, lookup=1, retrieve=1, store=1),
+        ) as context,
+        DocumentService(Servers(context, completions, engine.url, model.tokenizer, model.name)) as service,
+        module.listening(service, "127.0.0.1", 0) as url,
+    ):
+        status, text = await get(f"{url}/healthz")
+        assert (status, json.loads(text)) == (200, {"status": "ok", "problems": []})
+        await cache.aclose()
+        status, text = await get(f"{url}/healthz")
+        assert status == 503
+        (problem,) = json.loads(text)["problems"]
+        assert problem.startswith("cache: ")
+        reply = await ask(url, QUESTION)
+        told = reply.problem or reply.data("error")
+        assert told["type"] in ("CacheConnectError", "CacheTimeoutError")
+        assert (await samples(url))["document_requests_total{failed}"] == 1
 
 
 @both
