@@ -16,6 +16,7 @@ from .._version import __version__
 from ..errors import InvalidRequestError, LMCacheStreamError
 from .demo import add_demo
 from .doctor import add_doctor
+from .report import add_report
 from .serve import add_serve_cache, add_serve_engine
 
 __all__ = ["main"]
@@ -74,6 +75,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"{_PROGRAM} {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for add in (add_demo, add_doctor, add_serve_cache, add_serve_engine):
+    for add in (add_demo, add_report, add_doctor, add_serve_cache, add_serve_engine):
         add(commands)
     return parser

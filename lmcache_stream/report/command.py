@@ -1,0 +1,77 @@
+"""``lmcache-stream report``: reads the outputs of jobs and writes the page."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..batch.tables import as_text
+from ..errors import InvalidRequestError
+from .html import build_page
+from .rows import read_job
+from .runs import Comparison, compare
+from .summary import summary_tables
+
+__all__ = ["Report", "write_report"]
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """A page that was written, and what is in it."""
+
+    path: Path
+    comparison: Comparison
+
+    def __str__(self) -> str:
+        lines = []
+        for file in self.comparison.files:
+            if file.broken:
+                first = file.broken[0]
+                count = f"{len(file.broken):,} line{'s' * (len(file.broken) > 1)}"
+                lines.append(f"{file.path}: {count} could not be read, first {first.line}: {first.reason}")
+        replaced = sum(run.replaced for run in self.comparison.runs)
+        if replaced:
+            lines.append(f"{replaced:,} row(s) were replaced by a later one with the same id")
+        title = f"{len(self.comparison.entries):,} ids, {len(self.comparison.runs)} run(s): {self.path}"
+        return "\n".join([as_text(title, summary_tables(self.comparison)), *lines])
+
+
+def write_report(outputs: Sequence[Path], page: Path) -> Report:
+    """Write the page of ``outputs`` to ``page``, which is replaced at once or not at all.
+
+    Raises:
+        InvalidRequestError: an output cannot be read or is none, or the page cannot be written.
+    """
+    if any(_is_same(output, page) for output in outputs):
+        raise InvalidRequestError(f"the page would replace a job's output: --html {page}")
+    report = Report(page, compare([read_job(output) for output in outputs]))
+    html = build_page(report.comparison)
+    try:
+        _replace(page, html.encode())
+    except OSError as error:
+        raise InvalidRequestError(f"--html {page}: {error.strerror or error}") from error
+    return report
+
+
+def _is_same(one: Path, other: Path) -> bool:
+    try:
+        return one.samefile(other)
+    except OSError:
+        return False
+
+
+def _replace(path: Path, content: bytes) -> None:
+    """Write a file beside ``path`` and move it there."""
+    target = path.resolve()
+    temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
+    try:
+        with temporary.open("xb") as file:
+            file.write(content)
+        temporary.replace(target)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise

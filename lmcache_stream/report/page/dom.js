@@ -1,0 +1,38 @@
+// Text gets into the page as text alone: through `append` and `textContent`, never as markup.
+
+const SVG = 'http://www.w3.org/2000/svg';
+
+function set(node, attributes) {
+  for (const [name, value] of Object.entries(attributes || {})) {
+    if (value === null || value === undefined || value === false) continue;
+    if (name.startsWith('on')) node.addEventListener(name.slice(2), value);
+    else node.setAttribute(name, value === true ? '' : value);
+  }
+  return node;
+}
+
+function el(tag, attributes, ...children) {
+  const node = set(document.createElement(tag), attributes);
+  node.append(...children.flat().filter((child) => child !== null && child !== undefined));
+  return node;
+}
+
+function svg(tag, attributes, ...children) {
+  const node = set(document.createElementNS(SVG, tag), attributes);
+  node.append(...children);
+  return node;
+}
+
+const hidden = (text) => el('span', { class: 'hidden' }, text);
+
+// Which run something is of: a letter and a colour, and for a screen reader its name.
+function badge(run, note) {
+  if (RUNS.length === 1) return note ? el('span', { class: 'badge plain' }, note) : null;
+  const text = LETTERS[run] + (note ? ` ${note}` : '');
+  const title = RUNS[run].label + (note ? `, ${note}` : '');
+  return el('span', { class: `badge run-${run % COLOURS}`, title }, text, hidden(` (${RUNS[run].label})`));
+}
+
+// What is wider than the page scrolls in itself, also by keyboard.
+const scrolling = (label, ...children) =>
+  el('div', { class: 'scrolling', tabindex: 0, role: 'region', 'aria-label': label }, ...children);
