@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import argparse
 
-from kept import draw, strips_of
-from prompts import Part, build_prompt
+from prompts import build_prompt
 from serving import make_parser, open_servers, positive, run
 from telling import tell_edit
 
 import lmcache_stream as lms
 from lmcache_stream.dropping import RKV, HFQueries
+from lmcache_stream.figures import Part, kept_figure, strips_of
 
 REQUEST = "Write a long story about a lighthouse keeper and her dog."
 
@@ -51,7 +51,7 @@ async def main(args: argparse.Namespace) -> None:
     tell_edit(servers.tokenizer, [*prompt.token_ids, *stream.output_tokens()], strips[-1])
     if args.picture:
         answer = Part("answer", len(prompt.token_ids), strips[-1].length)
-        draw(strips, [*prompt.parts, answer]).save(args.picture)
+        kept_figure(strips, [*prompt.parts, answer]).savefig(args.picture, format="png")
 
 
 if __name__ == "__main__":

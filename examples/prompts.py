@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Part", "Prompt", "build_prompt", "ferry_log"]
+from lmcache_stream.figures import Part
+
+__all__ = ["Prompt", "build_prompt", "ferry_log"]
 
 FACT = " The password of the harbour gate is marigold."
 QUESTION = "What is the password of the harbour gate?"
@@ -19,15 +21,6 @@ def ferry_log() -> str:
     entries = [f"{day}. {_ENTRY}" for day in _DAYS * 2]
     entries[5] += FACT
     return "\n".join(entries)
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """A named part of a prompt: the tokens from ``start`` to before ``stop``."""
-
-    name: str
-    start: int
-    stop: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +76,6 @@ def build_prompt(
     parts = []
     for name, ids in pieces:
         if ids:
-            parts.append(Part(name, len(token_ids), len(token_ids) + len(ids)))
+            parts.append(Part(name, len(token_ids), len(token_ids) + len(ids), is_marked=name == "fact"))
         token_ids += ids
     return Prompt(question, token_ids, parts)

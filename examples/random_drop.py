@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import argparse
 
-from kept import draw, strips_of
 from prompts import build_prompt
 from serving import add_text_arguments, make_parser, open_servers, run
 from telling import answer, tell_edit
 
 import lmcache_stream as lms
 from lmcache_stream.dropping import RandomDrop
+from lmcache_stream.figures import kept_figure, strips_of
 
 
 async def main(args: argparse.Namespace) -> None:
@@ -35,7 +35,7 @@ async def main(args: argparse.Namespace) -> None:
             tell_edit(servers.tokenizer, prompt.token_ids, strips[-1])
             await answer(stream, args.max_tokens)
     if args.picture:
-        draw(strips, prompt.parts).save(args.picture)
+        kept_figure(strips, prompt.parts).savefig(args.picture, format="png")
 
 
 if __name__ == "__main__":

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from kept import Strip, kept_text, takes_colour
+from kept import kept_text, takes_colour
 
 import lmcache_stream as lms
+from lmcache_stream.figures import Strip
 
 __all__ = ["answer", "tell_edit"]
 

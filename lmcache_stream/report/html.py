@@ -16,7 +16,9 @@ from .runs import Comparison
 __all__ = ["build_page", "embedded_json"]
 
 # In this order they are one script.
-_SCRIPTS = ("dom.js", "figures.js", "charts.js", "overview.js", "detail.js", "list.js", "main.js")
+_SCRIPTS = (
+    "dom.js", "figures.js", "charts.js", "overview.js", "detail.js", "highlight.js", "list.js", "main.js",
+)  # fmt: skip
 
 # Nothing ends the element that holds the data, nor begins a comment in it; JSON has these only in strings.
 _ESCAPES = {ord(character): f"\\u{ord(character):04x}" for character in "<>&\u2028\u2029"}

@@ -19,15 +19,13 @@ class Series:
     """One run's part of a chart.
 
     Attributes:
-        run: position of the run.
-        is_baseline: of the answers from the whole KV instead.
+        run: position of the run; None for the baselines of all runs, answered from the whole KV.
         distribution: of all values.
         counts: how many values lie in each of the bins.
         above: how many lie beyond the last one.
     """
 
-    run: int
-    is_baseline: bool
+    run: int | None
     distribution: Distribution
     counts: tuple[int, ...]
     above: int
@@ -92,15 +90,15 @@ def charts_of(runs: Sequence[Run]) -> tuple[Chart, ...]:
     """Return a chart for each figure that some row has; rows that failed are in none."""
     charts = []
     for name, title, about, unit, counted, values in _FIGURES:
-        found = []
-        for number, run in enumerate(runs):
-            found.append((number, False, list(_values(run.good, values))))
-            if name == "ttft":
-                found.append((number, True, list(_baseline_ttft(run.good))))
-        found = [each for each in found if each[2]]
+        found: dict[int | None, list[float]] = {
+            number: list(_values(run.good, values)) for number, run in enumerate(runs)
+        }
+        if name == "ttft":
+            found[None] = [one for run in runs for one in _baseline_ttft(run.good)]
+        found = {number: group for number, group in found.items() if group}
         if found:
-            low, high = _range([each[2] for each in found])
-            series = tuple(_series(number, which, values, low, high) for number, which, values in found)
+            low, high = _range(list(found.values()))
+            series = tuple(_series(number, group, low, high) for number, group in found.items())
             charts.append(Chart(name, title, about, unit, counted, low, high, series))
     return tuple(charts)
 
@@ -121,7 +119,7 @@ def _range(groups: Sequence[Sequence[float]]) -> tuple[float, float]:
     low = min(map(min, groups))
     spreads = [spread for group in groups if (spread := Distribution.of(group))]
     high = max(spread.p99 for spread in spreads)
-    high = min(max(map(max, groups)), high + 0.1 * (high - min(low, 0.0)))
+    high = min(max(map(max, groups)), high + 0.18 * (high - min(low, 0.0)))
     low = min(low, 0.0) if low < high / 2 else low
     if high - low <= 1e-9 * max(abs(high), abs(low)):
         half = abs(high) / 2 or 0.5
@@ -129,7 +127,7 @@ def _range(groups: Sequence[Sequence[float]]) -> tuple[float, float]:
     return low, high
 
 
-def _series(run: int, is_baseline: bool, values: Sequence[float], low: float, high: float) -> Series:
+def _series(run: int | None, values: Sequence[float], low: float, high: float) -> Series:
     spread = Distribution.of(values)
     assert spread is not None
     counts = [0] * BINS
@@ -139,4 +137,4 @@ def _series(run: int, is_baseline: bool, values: Sequence[float], low: float, hi
             above += 1
         else:
             counts[min(BINS - 1, int((value - low) / (high - low) * BINS))] += 1
-    return Series(run, is_baseline, spread, tuple(counts), above)
+    return Series(run, spread, tuple(counts), above)

@@ -47,7 +47,7 @@ def _latencies(chart: Chart, number: int) -> list[tuple[str, ...]]:
         return []
     return [
         (
-            chart.title + (", whole KV" if series.is_baseline else ""),
+            chart.title,
             f"{series.distribution.count:,}",
             *(f"{_MILLISECONDS * value:,.2f}" for value in _spread(series.distribution)),
         )

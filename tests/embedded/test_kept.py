@@ -1,53 +1,16 @@
-"""What the examples show of an edit: which tokens each strip has, as text and as pixels."""
+"""What the examples show of an edit as text, and how their prompts are made."""
 
 from __future__ import annotations
 
 import io
 from typing import Any
 
-import matplotlib.image
 import pytest
-from kept import Picture, Strip, draw, kept_text, strips_of, takes_colour
-from prompts import Part, build_prompt, ferry_log
+from kept import kept_text, takes_colour
+from prompts import build_prompt, ferry_log
 
-import lmcache_stream as lms
 from lmcache_stream.embedded.engine import CausalModel
-
-KEPT, DROPPED, EARLIER = (0x25, 0x63, 0xEB), (0xF6, 0xB4, 0x8F), (0xE5, 0xE7, 0xEB)
-
-
-def report(before: int, kept: tuple[int, ...] | None) -> lms.EditReport:
-    return lms.EditReport(
-        tokens_before=before,
-        tokens_after=2 if kept is None else len(kept),
-        recomputed_tokens=0,
-        bytes_before=0,
-        bytes_after=0,
-        cache_salt="salt",
-        seconds=0.1,
-        kept_indices=kept,
-    )
-
-
-def test_one_edit_is_one_strip() -> None:
-    (strip,) = strips_of([report(4, (0, 3))], "KNorm")
-    assert strip == Strip("KNorm", 4, (0, 1, 2, 3), (0, 3))
-    assert str(strip) == "KNorm: 2 of 4 tokens kept"
-
-
-def test_later_edits_find_what_was_left_and_what_came_since() -> None:
-    # Of 6 tokens 4 are kept, then come 3 more, and then 2.
-    edits = [report(6, (0, 1, 4, 5)), report(7, (0, 5, 6, 8)), report(6, (0, 8, 9, 10))]
-    assert strips_of(edits, "edit") == [
-        Strip("edit 1", 6, (0, 1, 2, 3, 4, 5), (0, 1, 4, 5)),
-        Strip("edit 2", 9, (0, 1, 4, 5, 6, 7, 8), (0, 5, 6, 8)),
-        Strip("edit 3", 11, (0, 5, 6, 8, 9, 10), (0, 8, 9, 10)),
-    ]
-
-
-def test_the_edit_of_a_function_cannot_be_shown() -> None:
-    with pytest.raises(ValueError, match="edit 2 was made by a function"):
-        strips_of([report(4, (0, 3)), report(4, None)], "edit")
+from lmcache_stream.figures import Strip
 
 
 class Letters:
@@ -86,34 +49,6 @@ def test_colours_are_for_terminals_that_may_have_them(
     assert not takes_colour(io.StringIO())
 
 
-def pixels(picture: Picture) -> Any:
-    """The picture as ``[height, width, 3]`` of bytes."""
-    return (matplotlib.image.imread(io.BytesIO(picture.png))[..., :3] * 255).round().astype("uint8")
-
-
-def test_the_pixels_of_a_strip_are_its_tokens() -> None:
-    strips = [
-        Strip("edit 1", 60, tuple(range(60)), tuple(range(0, 60, 2))),
-        Strip("edit 2", 100, (*range(0, 60, 2), *range(60, 100)), tuple(range(70, 100))),
-    ]
-    image = pixels(draw(strips, [Part("text", 0, 100)]))
-    kept, dropped, earlier = ((image == colour).all(axis=2) for colour in (KEPT, DROPPED, EARLIER))
-    coloured = kept | dropped | earlier
-    # The strips are where much of a row is coloured; the legend is less.
-    rows = [row for row in range(len(image)) if coloured[row].mean() > 0.3]
-    upper, lower = rows[len(rows) // 4], rows[3 * len(rows) // 4]
-    token = coloured[lower].sum() / 100
-    assert kept[upper].sum() == pytest.approx(30 * token, rel=0.15)
-    assert dropped[upper].sum() == pytest.approx(30 * token, rel=0.15)
-    assert earlier[upper].sum() == 0
-    assert kept[lower].sum() == pytest.approx(30 * token, rel=0.05)
-    assert dropped[lower].sum() == pytest.approx(40 * token, rel=0.1)
-    assert earlier[lower].sum() == pytest.approx(30 * token, rel=0.1)
-    # The first of the kept tokens of the second edit is number 70.
-    left = coloured[lower].argmax()
-    assert kept[lower].argmax() == pytest.approx(left + 70 * token, abs=3)
-
-
 def test_a_prompt_is_whole_chunks_of_named_parts(model: CausalModel) -> None:
     prompt = build_prompt(model.tokenizer, 32)
     assert len(prompt.token_ids) % 32 == 0
@@ -126,6 +61,7 @@ def test_a_prompt_is_whole_chunks_of_named_parts(model: CausalModel) -> None:
     assert texts["fact"] == " The password of the harbour gate is marigold."
     assert texts["question"].endswith("Question: What is the password of the harbour gate?\nAnswer:")
     assert set(texts["filler"]) == {"\n"}
+    assert [part.name for part in prompt.parts if part.is_marked] == ["fact"]
     whole = model.tokenizer.decode([*prompt.token_ids])
     assert ferry_log() in whole
 

@@ -16,7 +16,7 @@ function frame(width, height, label) {
 }
 
 function xAxis(root, { low, high, scale, x, width, y, title }) {
-  const most = Math.max(2, Math.floor((width - MARGIN.left - MARGIN.right) / 70));
+  const most = Math.max(2, Math.floor((width - MARGIN.left - MARGIN.right) / 50));
   for (const tick of ticks(low * scale.factor, high * scale.factor, most)) {
     const place = x(tick.value / scale.factor);
     root.append(
@@ -30,13 +30,14 @@ function xAxis(root, { low, high, scale, x, width, y, title }) {
 
 const linear = (low, high, from, to) => (value) => from + ((value - low) / (high - low)) * (to - from);
 
-const seriesName = (series) =>
-  (RUNS.length > 1 ? LETTERS[series.run] : '') + (series.is_baseline ? ' whole KV' : '');
+// The baselines of all runs are one series, which belongs to none.
+const seriesName = (series) => (series.run === null ? 'whole KV' : RUNS.length > 1 ? LETTERS[series.run] : '');
+const colourOf = (run) => (run === null ? 'baseline' : `run-${run % COLOURS}`);
 
 function histogram(chart, width) {
   const single = chart.series.length === 1;
   const lane = single ? 110 : 58;
-  const head = 18;
+  const head = single ? 18 : 27;
   const height = 4 + chart.series.length * (lane + head) + MARGIN.bottom;
   const scale = scaleOf(chart.unit, chart.high);
   const root = frame(width, height, `${chart.title}: histogram. The table has its figures.`);
@@ -61,7 +62,7 @@ function histogram(chart, width) {
       const from = chart.low + index * width;
       const range = [from, from + width].map((value) => digits(value * scale.factor)).join(' to ');
       const bar = svg('rect', {
-        class: `bar run-${series.run % COLOURS}${series.is_baseline ? ' baseline' : ''}`,
+        class: `bar ${colourOf(series.run)}`,
         x: MARGIN.left + index * bin + 0.5,
         y: y(number),
         width: Math.max(1, bin - 1),
@@ -71,19 +72,17 @@ function histogram(chart, width) {
       root.append(bar);
     });
     // Labels stand from left to right, one that would touch the one before is left out.
-    const name = seriesName(series).trim();
+    const name = seriesName(series);
     let free = MARGIN.left;
     if (name) {
-      const colour = `name run-${series.run % COLOURS}`;
-      root.append(textAt(MARGIN.left, bottom - lane - 5, name, { class: colour }));
+      root.append(textAt(MARGIN.left, bottom - lane - 5, name, { class: `name ${colourOf(series.run)}` }));
       free += (name.length + 1) * LETTER * 1.1;
     }
-    const ends = right - (series.above ? LETTER * 14 : 0);
     for (const mark of MARKS) {
       const at = x(series.distribution[mark.key]);
       const line = { class: 'mark', x1: at, x2: at, y1: bottom - lane - 1, y2: bottom };
       root.append(svg('line', { ...line, 'stroke-dasharray': mark.dash }));
-      if (at - 12 > free && at + 12 < ends) {
+      if (at - 12 > free && at + 12 < width) {
         const label = { class: 'tick strong', 'text-anchor': 'middle' };
         root.append(textAt(at, bottom - lane - 5, mark.key, label));
         free = at + 12;
@@ -94,11 +93,12 @@ function histogram(chart, width) {
       root.append(svg('path', { class: 'mean', d: `M${mean} ${bottom - 5}l4.5 5l-4.5 5l-4.5 -5z` }));
     }
     if (series.above) {
-      const label = { class: 'tick', 'text-anchor': 'end' };
-      root.append(textAt(right, bottom - lane - 5, `${count(series.above)} further right →`, label));
+      const label = { class: 'tick over', 'text-anchor': 'end' };
+      root.append(textAt(right, bottom - lane + 12, `+${count(series.above)} →`, label));
     }
   });
-  const title = `${scale.unit} (height: ${chart.counted})`;
+  const isCut = chart.series.some((series) => series.above);
+  const title = `${scale.unit} (height: ${chart.counted}${isCut ? ', + n →: beyond the axis' : ''})`;
   xAxis(root, { low: chart.low, high: chart.high, scale, x, width, y: height - MARGIN.bottom, title });
   return root;
 }
@@ -106,7 +106,7 @@ function histogram(chart, width) {
 function distributionTable(chart) {
   const scale = scaleOf(chart.unit, chart.high);
   const named = chart.series.length > 1 || RUNS.length > 1;
-  const head = [named ? 'run' : null, chart.counted, 'mean', 'p50', 'p90', 'p99'].filter((each) => each);
+  const head = [named ? (RUNS.length > 1 ? 'run' : 'KV') : null, chart.counted, 'mean', 'p50', 'p90', 'p99'].filter((each) => each);
   return el(
     'table',
     { class: 'figures' },
@@ -117,11 +117,10 @@ function distributionTable(chart) {
       null,
       chart.series.map((series) => {
         const { count: number, mean, p50, p90, p99 } = series.distribution;
-        const note = series.is_baseline ? 'whole KV' : RUNS.length > 1 ? null : 'edited';
         return el(
           'tr',
           null,
-          named ? el('th', { scope: 'row' }, badge(series.run, note)) : null,
+          named ? el('th', { scope: 'row' }, series.run === null ? (RUNS.length > 1 ? 'whole KV' : 'whole') : badge(series.run) || 'edited') : null,
           el('td', null, count(number)),
           [mean, p50, p90, p99].map((value) => el('td', null, digits(value * scale.factor))),
         );
@@ -174,7 +173,7 @@ function timeline(width) {
       root.append(cross);
     }
   });
-  const title = `row, in the order of completion (height: ${scale.unit}; ×: failed)`;
+  const title = `row, by completion (height: ${scale.unit}, ×: failed)`;
   xAxis(root, { low: 1, high: longest, scale: { factor: 1 }, x, width, y: height - MARGIN.bottom, title });
   return root;
 }
@@ -201,7 +200,7 @@ function kvBars(width) {
     ['before', 'after'].forEach((when, line) => {
       const y = top + 20 + line * (bar + 2);
       const value = run[`${key}_${when}`];
-      const kind = when === 'before' ? ' baseline' : '';
+      const kind = when === 'before' ? ' pale' : '';
       const rect = svg('rect', {
         class: `bar run-${run.number % COLOURS}${kind}`, x: left, y, width: Math.max(1, x(value) - left), height: bar,
       });

@@ -85,7 +85,7 @@ function promptText(row) {
   });
 }
 
-function promptOf(entry) {
+function promptOf(entry, onChange) {
   const known = entry.rows.map((row, number) => [row, number]).filter(([row]) => row && row.pieces);
   const heading = el('h3', null, 'Prompt');
   if (!known.length) {
@@ -103,6 +103,7 @@ function promptOf(entry) {
     known.forEach(([, other], place) => {
       if (known.length > 1) buttons[place].setAttribute('aria-pressed', String(other === number));
     });
+    onChange();
   };
   choose(known[0][1]);
   const only = el('input', { type: 'checkbox', onchange: () => box.classList.toggle('only', only.checked) });
@@ -151,8 +152,8 @@ function extrasOf(entry) {
   return el('section', null, el('h3', null, 'From the prompts’ file'), el('dl', { class: 'extra' }, pairs));
 }
 
-function detailOf(entry) {
+function detailOf(entry, onChange) {
   return el('div', { class: 'detail' },
     el('section', null, el('h3', null, 'Answers'), answersOf(entry)),
-    el('div', { class: 'beside' }, promptOf(entry), el('div', null, figuresOf(entry), extrasOf(entry))));
+    el('div', { class: RUNS.length > 1 ? 'beside many' : 'beside' }, promptOf(entry, onChange), el('div', null, figuresOf(entry), extrasOf(entry))));
 }

@@ -26,11 +26,10 @@ function svg(tag, attributes, ...children) {
 const hidden = (text) => el('span', { class: 'hidden' }, text);
 
 // Which run something is of: a letter and a colour, and for a screen reader its name.
-function badge(run, note) {
-  if (RUNS.length === 1) return note ? el('span', { class: 'badge plain' }, note) : null;
-  const text = LETTERS[run] + (note ? ` ${note}` : '');
-  const title = RUNS[run].label + (note ? `, ${note}` : '');
-  return el('span', { class: `badge run-${run % COLOURS}`, title }, text, hidden(` (${RUNS[run].label})`));
+function badge(run) {
+  if (RUNS.length === 1) return null;
+  const { label } = RUNS[run];
+  return el('span', { class: `badge run-${run % COLOURS}`, title: label }, LETTERS[run], hidden(` (${label})`));
 }
 
 // What is wider than the page scrolls in itself, also by keyboard.

@@ -44,7 +44,7 @@ function ticks(low, high, most) {
   const step = power * [1, 2, 5, 10].find((each) => each * power >= rough * (1 - 1e-9));
   const found = [];
   for (let place = Math.ceil(low / step - 1e-9); place * step <= high * (1 + 1e-9); place += 1) {
-    found.push(place * step);
+    found.push(place * step || 0); // not -0
   }
   const places = Math.max(0, -Math.floor(Math.log10(step) + 1e-9));
   const text = (value) =>

@@ -23,7 +23,7 @@ const COLUMNS = [
 
 const collator = new Intl.Collator('en', { numeric: true });
 const ORDERS = [
-  { key: 'line', name: 'Line of the prompts’ file', of: (entry) => entry.line },
+  { key: 'line', name: 'Order of the prompts', of: (entry) => entry.line },
   { key: 'id', name: 'Id', of: (entry) => entry.id },
   { key: 'end', name: 'Completion', of: (entry, row) => row.order },
   ...COLUMNS.map((column) => ({ ...column, of: (entry, row) => column.of(row) })),
@@ -81,13 +81,14 @@ function lineOf(row, number) {
     }));
 }
 
-function itemOf(entry, run) {
+function itemOf(entry, run, onChange) {
   const lines = entry.rows.map((row, number) => (row && (run === null || run === number) ? lineOf(row, number) : null));
   const summary = el('summary', null, el('span', { class: 'id' }, entry.id), el('div', { class: 'lines' }, lines));
   const details = el('details', null, summary);
   // What is inside is made when it is looked at: a prompt can be thousands of pieces.
   details.addEventListener('toggle', () => {
-    if (details.open && details.children.length === 1) details.append(detailOf(entry));
+    if (details.open && details.children.length === 1) details.append(detailOf(entry, onChange));
+    onChange();
   });
   return el('li', null, details);
 }
@@ -101,12 +102,14 @@ function makeList(section) {
 
   function append(isAsked) {
     const from = items.children.length;
-    items.append(...shown.slice(from, from + SLICE).map((entry) => itemOf(entry, state.run)));
+    items.append(...shown.slice(from, from + SLICE).map((entry) => itemOf(entry, state.run, markFound)));
     const left = shown.length - items.children.length;
     more.hidden = left === 0;
     more.textContent = `Show ${Math.min(SLICE, left)} more of ${count(left)}`;
     if (isAsked) items.children[from].querySelector('summary').focus();
   }
+
+  const markFound = () => highlight(items, state.search.trim().toLowerCase());
 
   const takes = (filter, entry) =>
     filter.takesEntry ? filter.takesEntry(entry) : present(entry, state.run).some(filter.takes);
@@ -119,6 +122,7 @@ function makeList(section) {
     shown = sortedBy(found, state.order, state.isReversed, state.run);
     items.replaceChildren();
     append(false);
+    markFound();
     status.textContent = shown.length ? `${count(shown.length)} of ${many(DATA.entries.length, 'row')}` : 'No row is like this.';
     for (const button of section.querySelectorAll('[data-order]')) {
       const isIt = button.dataset.order === state.order;
