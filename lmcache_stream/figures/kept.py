@@ -59,7 +59,9 @@ def kept_figure(strips: Sequence[Strip], parts: Sequence[Part] = ()) -> InlineFi
     legend = {"kept": _KEPT, "dropped": _DROPPED}
     if any(len(strip.present) < strip.length for strip in strips):
         legend["dropped by an earlier edit"] = _EARLIER
-    figure.legend(handles=legend_patches(legend), loc="outside lower right", ncols=3, frameon=False, labelcolor=INK)
+    figure.legend(
+        handles=legend_patches(legend), loc="outside lower right", ncols=3, frameon=False, labelcolor=INK
+    )
     return figure
 
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["latency_figure"]
 
 _BAR = "#2563eb"
+_MOST_BINS = 50
 _STYLES = {"p50": "solid", "p90": "dashed", "p99": "dotted"}
 
 
@@ -56,7 +57,12 @@ def _draw(figure: InlineFigure, position: tuple[int, int, int], title: str, valu
     assert spread is not None
     factor, unit = (1e3, "ms") if spread.p99 < 1 else (1.0, "s")
     axes = figure.plot_area(*position)
-    axes.hist([value * factor for value in values], bins="auto" if len(values) > 1 else 1, color=_BAR)
+    # One stray value must not press all others into one bin.
+    high = min(max(values), 1.2 * spread.p99)
+    beyond = sum(value > high for value in values)
+    bins = min(_MOST_BINS, 2 + round(2 * len(values) ** 0.5))
+    shown = [value * factor for value in values if value <= high]
+    axes.hist(shown, bins=bins, color=_BAR)
     for name, style in _STYLES.items():
         value = getattr(spread, name) * factor
         axes.axvline(value, color=INK, linestyle=style, linewidth=1.2, label=f"{name} {value:.3g} {unit}")
@@ -64,7 +70,7 @@ def _draw(figure: InlineFigure, position: tuple[int, int, int], title: str, valu
     axes.plot(mean, 0, "D", color=INK, markersize=5, clip_on=False, zorder=3, label=f"mean {mean:.3g} {unit}")
     counted = ("gap" if title == "ITL" else "stream") + "s" * (len(values) > 1)
     axes.set_title(f"{title}, {spread.count:,} {counted}", color=INK, loc="left", fontsize="medium")
-    axes.set_xlabel(unit, color=INK)
+    axes.set_xlabel(f"{unit}, {beyond:,} beyond the axis" if beyond else unit, color=INK)
     axes.set_ylabel(counted, color=INK)
     axes.spines["bottom"].set(visible=True, color=INK)
     axes.yaxis.get_major_locator().set_params(integer=True)

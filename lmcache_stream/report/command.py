@@ -26,17 +26,22 @@ class Report:
     comparison: Comparison
 
     def __str__(self) -> str:
-        lines = []
+        runs = self.comparison.runs
+        title = f"{_many(len(self.comparison.entries), 'id')}, {_many(len(runs), 'run')}: {self.path}"
+        lines = [as_text(title, summary_tables(self.comparison)), ""]
         for file in self.comparison.files:
             if file.broken:
                 first = file.broken[0]
-                count = f"{len(file.broken):,} line{'s' * (len(file.broken) > 1)}"
-                lines.append(f"{file.path}: {count} could not be read, first {first.line}: {first.reason}")
-        replaced = sum(run.replaced for run in self.comparison.runs)
-        if replaced:
-            lines.append(f"{replaced:,} row(s) were replaced by a later one with the same id")
-        title = f"{len(self.comparison.entries):,} ids, {len(self.comparison.runs)} run(s): {self.path}"
-        return "\n".join([as_text(title, summary_tables(self.comparison)), *lines])
+                count = _many(len(file.broken), "line")
+                lines.append(f"{file.path}: {count} could not be read, line {first.line}: {first.reason}")
+        if replaced := sum(run.replaced for run in runs):
+            were = "was" if replaced == 1 else "were"
+            lines.append(f"{_many(replaced, 'row')} {were} replaced by a later one with the same id")
+        return "\n".join(lines).rstrip()
+
+
+def _many(count: int, one: str) -> str:
+    return f"{count:,} {one}" if count == 1 else f"{count:,} {one}s"
 
 
 def write_report(outputs: Sequence[Path], page: Path) -> Report:

@@ -109,8 +109,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
         elif phase == "edit":
             begun = 2
         else:
-            is_edited = self.kv is not None or metrics.edit_time is not None
-            begun = 3 if is_edited else 1 + (metrics.prefill_ttft is not None)
+            begun = 3 if isinstance(self.policy, str) else 1 + (metrics.prefill_ttft is not None)
         return max(0, metrics.attempts - begun)
 
 

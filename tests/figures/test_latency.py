@@ -72,6 +72,14 @@ def test_slow_streams_are_shown_in_seconds() -> None:
     assert {axes.get_xlabel() for axes in latency_figure([slow]).axes} == {"s"}
 
 
+def test_a_stray_value_is_counted_and_not_shown() -> None:
+    gaps = [0.01 * number for number in range(400)]
+    ttft, itl, *_ = latency_figure([outcome(("decode", [*gaps, 60.0])), outcome(("decode", gaps))]).axes
+    assert itl.get_xlabel() == "ms, 1 beyond the axis"
+    assert counted(itl) == 2 * 399
+    assert counted(ttft) == 2
+
+
 def test_a_prefill_alone_has_no_panel_of_gaps() -> None:
     figure = latency_figure([outcome(("prefill", [0.5]))])
     assert [axes.get_title(loc="left") for axes in figure.axes] == ["TTFT, 1 stream", "E2E latency, 1 stream"]

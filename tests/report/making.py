@@ -71,22 +71,34 @@ def night(
 ) -> list[dict[str, Any]]:
     """What a night's job might write: prompts of some 1,000 tokens, slow hours, failures and retries."""
     random_ = random.Random(seed)
-    text = " ".join(" ".join(pydoc_data.topics.topics[name].split()) for name in ("assert", "with", "try", "for"))
+    text = " ".join(
+        " ".join(pydoc_data.topics.topics[name].split()) for name in ("assert", "with", "try", "for")
+    )
     source = text.split(" ")
-    rows = [_night_row(number, source, words, policy, kept, random_, number / count) for number in range(count)]
+    rows = [
+        _night_row(number, source, words, policy, kept, random_, number / count) for number in range(count)
+    ]
     # Rows come to their end nearly, but not quite, in the order of the prompts' file.
     rows.sort(key=lambda each: each["line"] + random_.uniform(0, 8))
     return rows
 
 
 def _night_row(
-    number: int, source: list[str], words: int, policy: str | None, kept: float, random_: random.Random, hour: float
+    number: int,
+    source: list[str],
+    words: int,
+    policy: str | None,
+    kept: float,
+    random_: random.Random,
+    hour: float,
 ) -> dict[str, Any]:
     # The prompt is the same in each policy's job.
     of_prompt = random.Random(number)
     start = of_prompt.randrange(len(source) - words)
     question = number % len(_QUESTIONS)
-    body = [f"{word} " for word in source[start : start + words]] + [f"\n\nQuestion: {_QUESTIONS[question]}\nAnswer:"]
+    body = [f"{word} " for word in source[start : start + words]] + [
+        f"\n\nQuestion: {_QUESTIONS[question]}\nAnswer:"
+    ]
     tokens = round(1.5 * words) + of_prompt.randrange(40)
     load = 1 + (1.2 if 0.55 < hour < 0.7 else 0) + random_.random() ** 4
     ttft = 0.11 * load * random_.lognormvariate(0, 0.18) * (0.5 + kept)
@@ -106,7 +118,8 @@ def _night_row(
         token_ids=list(range(len(gaps) + 1)),
         kv=None if policy is None else {
             "tokens_before": before, "tokens_after": after, "bytes_before": before * _BYTES_A_TOKEN,
-            "bytes_after": after * _BYTES_A_TOKEN, "seconds": 0.05 * load, "recomputed_tokens": tokens - before,
+            "bytes_after": after * _BYTES_A_TOKEN, "seconds": 0.05 * load,
+            "recomputed_tokens": tokens - before,
         },
         pieces=_pieces(body, 1.0 if policy is None else kept, random_),
         metrics={
@@ -122,7 +135,7 @@ def _night_row(
         },
         extra={"expected": answer, "source": "python/topics"},
     )  # fmt: skip
-    if 0.6 < hour < 0.68 and random_.random() < 0.15 or random_.random() < 0.004:
+    if (0.6 < hour < 0.68 and random_.random() < 0.15) or random_.random() < 0.004:
         made |= failed_row(made["id"], random_.choice(["prefill", "edit", "decode"]))
         made |= {"line": number + 1, "policy": policy, "prompt_tokens": tokens}
     return made
