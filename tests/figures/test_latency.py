@@ -60,7 +60,7 @@ def test_the_lines_are_the_percentiles_in_the_panels_unit() -> None:
     seconds = np.arange(1, 11) / 10
     # p99 is 0.991 s, which is below one second: milliseconds.
     assert ttft.get_xlabel() == "ms"
-    drawn = {line.get_label(): float(line.get_xdata()[0]) for line in ttft.lines}  # type: ignore[index]
+    drawn = {line.get_label(): float(np.asarray(line.get_xdata())[0]) for line in ttft.lines}
     expected = [*np.percentile(seconds, [50, 90, 99]), seconds.mean()]
     assert list(drawn.values()) == pytest.approx([1000 * value for value in expected])
     assert list(drawn) == ["p50 550 ms", "p90 910 ms", "p99 991 ms", "mean 550 ms"]

@@ -41,7 +41,8 @@ def chromium() -> str:
 
 @pytest.fixture
 async def open_page(chromium: str) -> AsyncIterator[Opened]:
-    """Opens a file as a page; options are those of playwright's ``new_context``.
+    """Opens a file as a page and waits for its list; options are those of playwright's ``new_context``. With
+    ``is_refused`` the console may tell what the page's security policy has refused.
 
     At the end no page may have asked for anything but its file, nor have met an error.
     """
@@ -56,12 +57,15 @@ async def open_page(chromium: str) -> AsyncIterator[Opened]:
         browser = await playwright.chromium.launch(executable_path=chromium, args=list(_ARGUMENTS))
         exits.push_async_callback(browser.close)
 
-        async def open_(path: Path, *, is_waiting: bool = True, **options: Any) -> Page:
+        async def open_(
+            path: Path, *, is_waiting: bool = True, is_refused: bool = False, **options: Any
+        ) -> Page:
             context = await browser.new_context(**options)
             page = await context.new_page()
             context.on("request", lambda request: asked.append(request.url))
             page.on("pageerror", lambda error: errors.append(str(error)))
-            page.on("console", lambda said: errors.append(said.text) if said.type == "error" else None)
+            if not is_refused:
+                page.on("console", lambda said: errors.append(said.text) if said.type == "error" else None)
             wanted.append(path.as_uri())
             if is_waiting:
                 await page.goto(path.as_uri())

@@ -55,7 +55,7 @@ def failed_row(id_: str | int, phase: str = "decode", **changes: Any) -> dict[st
     """A row that failed in ``phase``, with what is known of it."""
     error = {"type": "EngineStatusError", "message": "the engine answered 503: overloaded", "phase": phase}
     metrics = {"attempts": {"prefill": 1, "edit": 2, "decode": 3}[phase], "queue_time": 0.0}
-    known = {"text": "", "token_ids": [], "finish_reason": None, "kv": None, "pieces": None}
+    known: dict[str, Any] = {"text": "", "token_ids": [], "finish_reason": None, "kv": None, "pieces": None}
     return row(id_) | known | {"metrics": metrics, "baseline": None, "error": error} | changes
 
 

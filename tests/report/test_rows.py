@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -54,8 +55,6 @@ def test_a_failed_row_may_know_no_more_than_its_error() -> None:
     ],
 )
 def test_a_line_that_is_no_row_is_told_and_the_others_stay(line: bytes, reason: str) -> None:
-    import re
-
     rows, broken = parsed(row("a"), line, row("b"))
     assert [one.id for one in rows] == ["a", "b"]
     ((number, why),) = [(each.line, each.reason) for each in broken]

@@ -25,7 +25,7 @@ def without(given: dict[str, Any], *names: str) -> dict[str, Any]:
 
 
 def table(comparison: Comparison) -> dict[Any, list[str | None]]:
-    return {entry.id: [one and one.text for one in entry.rows] for entry in comparison.entries}
+    return {entry.id: [one.text if one else None for one in entry.rows] for entry in comparison.entries}
 
 
 def test_the_same_id_stands_side_by_side() -> None:

@@ -93,6 +93,9 @@ function itemOf(entry, run, onChange) {
   return el('li', null, details);
 }
 
+const control = (name, input, kind) =>
+  el('div', { class: `control ${kind || ''}` }, el('label', { for: input.id }, name), input);
+
 function makeList(section) {
   const state = { filter: 'all', search: '', run: null, order: 'line', isReversed: false };
   let shown = [];
@@ -154,8 +157,7 @@ function makeList(section) {
       typing = setTimeout(() => change({ search: search.value }), 120);
     },
   });
-  const runs = RUNS.length > 1 ? el('label', { class: 'control' }, 'Run',
-    el('select', { id: 'run', onchange: (event) => change({ run: event.target.value === '' ? null : Number(event.target.value) }) },
+  const runs = RUNS.length > 1 ? control('Run', el('select', { id: 'run', onchange: (event) => change({ run: event.target.value === '' ? null : Number(event.target.value) }) },
       el('option', { value: '' }, 'all'),
       RUNS.map((run, number) => el('option', { value: number }, `${LETTERS[number]}: ${run.label}`)))) : null;
   const select = el('select', { id: 'order', onchange: () => change({ order: select.value }) },
@@ -172,8 +174,7 @@ function makeList(section) {
   section.append(
     el('h2', { id: 'rows-title' }, 'Rows'),
     el('div', { class: 'controls' },
-      el('label', { class: 'control wide' }, 'Search', search), runs,
-      el('label', { class: 'control' }, 'Sort by', select), direction),
+      control('Search', search, 'wide'), runs, control('Sort by', select), direction),
     filters, status, head, items, more);
 
   // From one row to the next without going through what is open.
