@@ -17,7 +17,8 @@ __all__ = ["build_page", "embedded_json"]
 
 # In this order they are one script.
 _SCRIPTS = (
-    "dom.js", "figures.js", "charts.js", "overview.js", "detail.js", "highlight.js", "list.js", "main.js",
+    "dom.js", "figures.js", "axes.js", "histogram.js", "job.js", "charts.js", "overview.js", "answers.js",
+    "prompt.js", "detail.js", "highlight.js", "selection.js", "item.js", "list.js", "main.js",
 )  # fmt: skip
 
 # Nothing ends the element that holds the data, nor begins a comment in it; JSON has these only in strings.

@@ -67,13 +67,13 @@ def _throughput(metrics: Metrics) -> Iterable[float | None]:
 
 _Figure = tuple[str, str, str, str, str, Callable[[Metrics], Iterable[float | None]]]
 _FIGURES: tuple[_Figure, ...] = (
-    ("ttft", "Time to first token (TTFT)", "From the request on the edited KV to its first token.",
+    ("ttft", "Time to first token (TTFT)", "From the decoding request to its first token.",
      "s", "rows", _timed("ttft")),
     ("itl", "Inter-token latency (ITL)", "Each gap between two events that carried tokens.",
      "s", "gaps", lambda metrics: metrics.itl or ()),
     ("tpot", "Time per output token (TPOT)", "A row's mean time per token behind its first one.",
      "s", "rows", _timed("tpot")),
-    ("e2e_latency", "End-to-end latency (E2E)", "From the request on the edited KV to its last token.",
+    ("e2e_latency", "End-to-end latency (E2E)", "From the decoding request to its last token.",
      "s", "rows", _timed("e2e_latency")),
     ("throughput", "Output tokens per second", "A row's output tokens by its E2E latency.",
      "tokens/s", "rows", _throughput),

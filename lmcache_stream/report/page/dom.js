@@ -25,11 +25,14 @@ function svg(tag, attributes, ...children) {
 
 const hidden = (text) => el('span', { class: 'hidden' }, text);
 
+// The baselines of all runs are a series that belongs to none.
+const colourOf = (run) => (run === null ? 'baseline' : `run-${run % COLOURS}`);
+
 // Which run something is of: a letter and a colour, and for a screen reader its name.
 function badge(run) {
   if (RUNS.length === 1) return null;
   const { label } = RUNS[run];
-  return el('span', { class: `badge run-${run % COLOURS}`, title: label }, LETTERS[run], hidden(` (${label})`));
+  return el('span', { class: `badge ${colourOf(run)}`, title: label }, LETTERS[run], hidden(` (${label})`));
 }
 
 // What is wider than the page scrolls in itself, also by keyboard.

@@ -1,5 +1,7 @@
 // Marks what was searched for, without a change to the elements; an older browser marks nothing.
 
+const MOST_RANGES = 500; // of one box
+
 function highlight(root, search) {
   if (!window.Highlight || !CSS.highlights) return;
   CSS.highlights.delete('found');
@@ -22,7 +24,8 @@ function rangesIn(box, search) {
   }
   const ranges = [];
   let first = 0;
-  for (let at = text.indexOf(search); at >= 0 && ranges.length < 500; at = text.indexOf(search, at + search.length)) {
+  const next = (from) => text.indexOf(search, from);
+  for (let at = next(0); at >= 0 && ranges.length < MOST_RANGES; at = next(at + search.length)) {
     while (nodes[first].end <= at) first += 1;
     let last = first;
     while (nodes[last].end < at + search.length) last += 1;

@@ -7,5 +7,7 @@ const LETTERS = RUNS.map((run, number) =>
 
 showHead(document.getElementById('head'));
 showOverview(document.getElementById('overview'));
-showCharts(document.getElementById('charts'));
+const CHARTS = document.getElementById('charts');
+if (DATA.charts.length || RUNS.some((run) => run.tokens_before)) showCharts(CHARTS);
+else CHARTS.remove();
 const LIST = makeList(document.getElementById('rows'));

@@ -17,7 +17,8 @@ function showHead(section) {
   for (const file of DATA.files.filter((each) => each.broken)) {
     const lines = file.broken_lines.map(({ line, reason }) => el('li', null, `line ${line}: ${reason}`));
     if (file.broken > lines.length) lines.push(el('li', null, `and ${count(file.broken - lines.length)} more`));
-    const told = `${many(file.broken, 'line')} of ${file.name} could not be read and ${file.broken === 1 ? 'is' : 'are'} missing here.`;
+    const are = file.broken === 1 ? 'is' : 'are';
+    const told = `${many(file.broken, 'line')} of ${file.name} could not be read and ${are} missing here.`;
     section.append(el('details', { class: 'notice' }, el('summary', null, told), el('ul', null, lines)));
   }
   const replaced = RUNS.reduce((sum, run) => sum + run.replaced, 0);
@@ -28,13 +29,17 @@ function showHead(section) {
 }
 
 function tile(name, value, note, filter) {
-  const show = filter
-    ? el('button', { type: 'button', class: 'link', onclick: () => LIST.show(filter) }, 'show them') : null;
-  return el('div', { class: 'tile' }, el('dt', null, name), el('dd', null, value), note ? el('dd', { class: 'note' }, note) : null,
-    show ? el('dd', { class: 'note' }, show) : null);
+  const node = el('div', { class: 'tile' }, el('dt', null, name), el('dd', null, value));
+  if (note) node.append(el('dd', { class: 'note' }, note));
+  if (filter) {
+    const show = el('button', { type: 'button', class: 'link', onclick: () => LIST.show(filter) }, 'show them');
+    node.append(el('dd', { class: 'note' }, show));
+  }
+  return node;
 }
 
-const failuresOf = (run) => Object.entries(run.failures).map(([type, number]) => `${count(number)} ${type}`).join(', ');
+const failuresOf = (run) =>
+  Object.entries(run.failures).map(([type, number]) => `${count(number)} ${type}`).join(', ');
 
 function tiles(run) {
   const found = [
@@ -54,7 +59,8 @@ function tiles(run) {
     found.push(tile('KV in bytes', size(run.bytes_after), `of ${size(run.bytes_before)}`));
   }
   found.push(tile('Prompt tokens', count(run.prompt_tokens), 'of rows that came to their end'));
-  found.push(tile('Output tokens', count(run.output_tokens), run.recomputed_tokens ? `${many(run.recomputed_tokens, 'KV token')} recomputed` : null));
+  const recomputed = run.recomputed_tokens ? `${many(run.recomputed_tokens, 'KV token')} recomputed` : null;
+  found.push(tile('Output tokens', count(run.output_tokens), recomputed));
   return el('dl', { class: 'tiles' }, found);
 }
 
