@@ -86,17 +86,17 @@ def test_help_of_every_command_comes_without_the_heavy_packages() -> None:
     program = """
 import sys
 from lmcache_stream.cli import main
-for command in ([], ["demo"], ["doctor"], ["serve-cache"], ["serve-engine"]):
+for command in ([], ["demo"], ["run"], ["report"], ["doctor"], ["serve-cache"], ["serve-engine"]):
     try:
         main([*command, "--help"])
     except SystemExit as end:
         assert end.code == 0
-loaded = {"rich", "transformers", "gguf"} & set(sys.modules)
+loaded = {"rich", "transformers", "gguf", "matplotlib"} & set(sys.modules)
 assert not loaded, loaded
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
-    commands = ("demo", "doctor", "serve-cache", "serve-engine")
+    commands = ("demo", "run", "report", "doctor", "serve-cache", "serve-engine")
     for words in (*commands, "(default: 0.5)", "(default: 5555)", "--workers", "--model-path"):
         assert words in done.stdout
 

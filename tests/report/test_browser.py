@@ -73,8 +73,11 @@ async def test_it_says_what_was_run(open_page: Opened, tmp_path: Path) -> None:
     assert tiles["Same answer"].split("\n")[1:3] == ["50.0 %", "1 of 2 as from the whole KV"]
     assert tiles["KV kept"].split("\n")[1:] == ["50.0 %", "32 of 64 tokens"]
     assert "1 line of" in await page.locator(".notice").inner_text()
+    await page.get_by_label("Search").fill("nowhere")
+    await status(page, "No row is like this.")
     await page.locator(".tile", has_text="Failed").get_by_role("button").click()
     assert await ids(page) == ["c"]
+    assert await page.get_by_label("Search").input_value() == ""
 
 
 async def test_charts_have_titles_axes_and_the_figures_as_a_table(open_page: Opened, small: Path) -> None:
@@ -151,6 +154,7 @@ async def test_runs_and_order(open_page: Opened, small: Path) -> None:
     page = await open_page(small)
     await page.get_by_label("Run", exact=True).select_option("1")
     assert await ids(page) == ["doc-1", "doc-3"]
+    assert await page.locator(".filters .count").all_inner_texts() == ["2", "0", "0", "1", "0"]
     await page.get_by_label("Sort by", exact=True).and_(page.locator("select")).select_option("ttft")
     await page.get_by_role("button", name="ascending").click()
     assert await ids(page) == ["doc-3", "doc-1"]
