@@ -30,7 +30,8 @@ function timeline(width) {
       );
     }
     const dots = points.map(([order, value]) => `M${x(order).toFixed(1)} ${y(value).toFixed(1)}h0`).join('');
-    root.append(svg('path', { class: `dots ${colourOf(number)}`, d: dots }));
+    const few = points.length <= 100 ? ' few' : '';
+    root.append(svg('path', { class: `dots${few} ${colourOf(number)}`, d: dots }));
     const crosses = failed.map((order) => `M${(x(order) - 3).toFixed(1)} ${bottom - lane - 10}l6 6m0 -6l-6 6`);
     if (RUNS.length > 1) {
       const style = `name ${colourOf(number)}`;
