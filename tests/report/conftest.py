@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -31,8 +32,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=reason))
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def chromium() -> str:
+    """The browser's path. Playwright is imported here, since a slow import would hold a test's loop."""
+    importlib.import_module("playwright.async_api")
     path = shutil.which("chromium")
     if path is None:
         pytest.fail(f"{_GATE} is set, but there is no chromium in PATH: apt-get install chromium")

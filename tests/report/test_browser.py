@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,13 +22,17 @@ HOSTILE = "</script><script>window.hacked = 1</script><img src=x onerror='window
 LONG = "Donaudampfschifffahrtsgesellschaft" * 60
 
 
-def page_of(folder: Path, *jobs: list[Any]) -> Path:
+async def page_of(folder: Path, *jobs: list[Any]) -> Path:
+    return await asyncio.to_thread(_page_of, folder, *jobs)
+
+
+def _page_of(folder: Path, *jobs: list[Any]) -> Path:
     outputs = [write_job(folder / f"{number}.jsonl", rows) for number, rows in enumerate(jobs)]
     return write_report(outputs, folder / "report.html").path
 
 
 @pytest.fixture
-def small(tmp_path: Path) -> Path:
+async def small(tmp_path: Path) -> Path:
     """Four ids in two runs."""
     pieces = [["Ferries leave ", True], ["at eight ", False], ["from Oban.", True]]
     first = [
@@ -46,7 +51,7 @@ def small(tmp_path: Path) -> Path:
         row("doc-3", line=3, text="Never.", policy="KeyDiff(ratio=0.5)", baseline=None),
     ]
     second[1]["metrics"] |= {"ttft": 0.9, "attempts": 5}
-    return page_of(tmp_path, first, second)
+    return await page_of(tmp_path, first, second)
 
 
 async def ids(page: Page) -> list[str]:
@@ -60,7 +65,7 @@ async def status(page: Page, wanted: str) -> None:
 
 async def test_it_says_what_was_run(open_page: Opened, tmp_path: Path) -> None:
     rows = [row("a"), row("b", text="else"), failed_row("c"), '{"half']
-    page = await open_page(page_of(tmp_path, rows))
+    page = await open_page(await page_of(tmp_path, rows))
     assert await page.locator("h1").inner_text() == SNAPKV
     assert "qwen3" in await page.locator(".eyebrow").inner_text()
     tiles = {
@@ -214,7 +219,7 @@ async def test_a_failed_row_tells_its_error(open_page: Opened, small: Path) -> N
 @pytest.fixture(scope="session")
 def thousand(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A page of 1,000 rows with some 1,000 tokens of prompt each."""
-    path = page_of(tmp_path_factory.mktemp("thousand"), night(1000))
+    path = _page_of(tmp_path_factory.mktemp("thousand"), night(1000))
     assert path.stat().st_size > 4_000_000
     return path
 
@@ -244,7 +249,7 @@ async def test_nothing_is_wider_than_the_page(open_page: Opened, tmp_path: Path,
         failed_row("b", model=LONG, error={"type": LONG, "message": LONG, "phase": "decode"}),
     ]
     others = [[row(LONG, policy=f"{LONG}{number}", extra={LONG: LONG})] for number in range(3)]
-    page = await open_page(page_of(tmp_path, rows, *others), viewport={"width": width, "height": 800})
+    page = await open_page(await page_of(tmp_path, rows, *others), viewport={"width": width, "height": 800})
     for summary in await page.locator(".items summary").all():
         await summary.click()
     await page.locator(".prompt").first.wait_for()
@@ -259,7 +264,7 @@ async def test_texts_stay_text(open_page: Opened, tmp_path: Path) -> None:
     failed = failed_row(
         "b", policy=HOSTILE, model=HOSTILE, error={"type": HOSTILE, "message": HOSTILE, "phase": HOSTILE}
     )
-    page = await open_page(page_of(tmp_path, [bad, failed], [row(HOSTILE)]))
+    page = await open_page(await page_of(tmp_path, [bad, failed], [row(HOSTILE)]))
     for summary in await page.locator(".items summary").all():
         await summary.click()
     await page.locator(".prompt").first.wait_for()
@@ -372,7 +377,7 @@ async def test_every_text_can_be_read(open_page: Opened, tmp_path: Path, scheme:
         for number in range(8)
     ]
     jobs[0].append('{"half')
-    page = await open_page(page_of(tmp_path, *jobs), color_scheme=scheme)
+    page = await open_page(await page_of(tmp_path, *jobs), color_scheme=scheme)
     for summary in await page.locator(".items summary, .notice summary").all():
         await summary.click()
     await page.locator(".prompt").first.wait_for()
