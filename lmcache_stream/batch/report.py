@@ -5,26 +5,16 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Literal, TextIO
+from typing import Any, TextIO
 
-from ..metrics import Distribution, StreamPerfMetrics
+from ..metrics import Distribution
 from .outcome import StreamOutcome
 from .tables import LATENCIES, Table, as_html, as_text, write_table
+from .tally import PASSES, Mode, Tally
 
 __all__ = ["BatchReport", "Mode"]
-
-Mode = Literal["prefill", "modify", "decode", "run"]
-
-# The passes that belong to a mode; the last one is the one whose latencies are shown.
-_PASSES: dict[Mode, tuple[str, ...]] = {
-    "prefill": ("prefill",),
-    "modify": (),
-    "decode": ("decode",),
-    "run": ("prefill", "decode"),
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,48 +90,23 @@ class BatchReport:
     ) -> BatchReport:
         """Compute the report of ``outcomes``; without a ``duration``, that is the time in which some stream
         was in a phase of the mode."""
-        good = [outcome for outcome in outcomes if outcome.is_ok]
-        failures = Counter(type(outcome.error).__name__ for outcome in outcomes if not outcome.is_ok)
-        passes = [[one for name in _PASSES[mode] if (one := _metrics(each, name))] for each in good]
-        every = [one for each in passes for one in each]
-        shown = [each[-1] for each in passes if each]
-        edits = [each.edit for each in good if each.edit and mode in ("modify", "run")]
-        editing = _covered(_intervals(good, ["edit"])) if edits else 0.0
-        if duration is None:
-            duration = _covered(_intervals(good, _PASSES[mode] or ["edit"]))
-        input_tokens = sum(one.input_tokens for one in every)
-        output_tokens = sum(one.output_tokens for one in every)
-        cached = [one.cached_tokens for one in every if one.cached_tokens is not None]
-        before = sum(edit.bytes_before for edit in edits)
-        is_run = mode == "run"
+        tally = Tally(mode)
+        for outcome in outcomes:
+            tally.add(outcome)
+        return cls.of_tally(tally, duration=duration, configuration=configuration, outcomes=outcomes)
+
+    @classmethod
+    def of_tally(
+        cls,
+        tally: Tally,
+        *,
+        duration: float | None = None,
+        configuration: Mapping[str, Any] | None = None,
+        outcomes: Sequence[StreamOutcome] = (),
+    ) -> BatchReport:
+        """Make a report of what was added up before; ``outcomes`` are those that were kept."""
         return cls(
-            mode=mode,
-            configuration=dict(configuration or {}),
-            duration=duration,
-            streams=len(outcomes),
-            completed=len(good),
-            failed=len(outcomes) - len(good),
-            failures=dict(failures.most_common()),
-            retries=sum(outcome.retries for outcome in outcomes),
-            input_tokens=input_tokens,
-            output_tokens=output_tokens,
-            cached_tokens=sum(cached) if cached else None,
-            input_tput=input_tokens / duration if duration > 0 else 0.0,
-            output_tput=output_tokens / duration if duration > 0 else 0.0,
-            kv_bytes_before=before,
-            kv_bytes_after=sum(edit.bytes_after for edit in edits),
-            edit_gb_per_s=before / editing / 1e9 if editing > 0 else None,
-            ttft=Distribution.of(one.ttft for one in shown if one.ttft is not None),
-            itl=Distribution.of(gap for one in shown for gap in one.itl),
-            tpot=Distribution.of(one.tpot for one in shown if one.tpot is not None),
-            e2e_latency=Distribution.of(one.e2e_latency for one in shown if one.e2e_latency is not None),
-            prefill_ttft=Distribution.of(
-                one.prefill.ttft for one in good if is_run and one.prefill and one.prefill.ttft is not None
-            ),
-            edit_time=Distribution.of(edit.seconds for edit in edits),
-            job_time=Distribution.of(one.seconds for one in good if is_run),
-            queue_time=Distribution.of(outcome.queue_time for outcome in good),
-            outcomes=tuple(outcomes),
+            configuration=dict(configuration or {}), outcomes=tuple(outcomes), **tally.figures(duration)
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -196,7 +161,7 @@ class BatchReport:
             "streams failed": self.failed,
             "retries": self.retries,
         }
-        if _PASSES[self.mode]:
+        if PASSES[self.mode]:
             totals |= {
                 "input tokens": self.input_tokens,
                 "output tokens": self.output_tokens,
@@ -217,29 +182,3 @@ class BatchReport:
             Table.of_figures("Failures", self.failures),
         ]
         return [table for table in tables if table.rows]
-
-
-def _metrics(outcome: StreamOutcome, name: str) -> StreamPerfMetrics | None:
-    phase = outcome.phase(name)
-    return phase.metrics if phase else None
-
-
-def _intervals(outcomes: Iterable[StreamOutcome], names: Sequence[str]) -> list[tuple[float, float]]:
-    """Return beginning and end of each phase's last attempt, the one that came to its end."""
-    found = []
-    for outcome in outcomes:
-        for phase in outcome.phases:
-            if phase.name in names:
-                seconds = phase.metrics.duration if phase.metrics else phase.edit.seconds if phase.edit else 0
-                end = phase.began + phase.seconds
-                found.append((end - seconds, end))
-    return found
-
-
-def _covered(intervals: Iterable[tuple[float, float]]) -> float:
-    """Return the seconds that lie in at least one interval."""
-    covered, reached = 0.0, float("-inf")
-    for begin, end in sorted(intervals):
-        covered += max(0.0, end - max(begin, reached))
-        reached = max(reached, end)
-    return covered

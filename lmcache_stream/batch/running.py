@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Seque
 from typing import Any
 
 from .._background import Background, to_the_end
-from ..errors import BatchStoppedError, EngineError
+from ..errors import BatchStoppedError
 from ..stream import AsyncLMCacheStream
 from .job import carry_out
 from .limits import ByteLimiter
@@ -16,12 +16,9 @@ from .outcome import StreamOutcome
 from .phases import Phase
 from .report import BatchReport, Mode
 from .retries import RetryPolicy
+from .side_by_side import as_they_come, party_of, side_by_side
 
 __all__ = ["Run"]
-
-
-class _OutageError(Exception):
-    """Ends the task group: the engine or the cache is down."""
 
 
 class Run:
@@ -82,41 +79,33 @@ class Run:
             configuration=told | dict(phase.described() for phase in self._phases),
         )
 
-    async def run(self, tell: Callable[[StreamOutcome], None] | None = None) -> list[StreamOutcome]:
+    async def run(
+        self, tell: Callable[[StreamOutcome], object] = lambda outcome: None
+    ) -> list[StreamOutcome]:
         """Return the outcomes in the order of adding; ``tell`` is called with each as it comes.
 
         Raises:
             BatchStoppedError: the engine or the cache is down.
         """
         self._began = time.perf_counter()
-        queue = iter(self._streams.values())
 
-        async def work() -> None:
-            for stream in queue:
-                outcome = await carry_out(stream, self._phases, self._memory, self._retries, self._began)
-                self._by_id[outcome.stream_id] = outcome
-                if tell is not None:
-                    tell(outcome)
-                if outcome.is_outage:
-                    raise _OutageError
+        async def work(stream: AsyncLMCacheStream) -> StreamOutcome:
+            outcome = await carry_out(stream, self._phases, self._memory, self._retries, self._began)
+            self._by_id[outcome.stream_id] = outcome
+            tell(outcome)
+            return outcome
 
-        is_stopped = False
+        streams = as_they_come(self._streams.values())
         try:
-            async with asyncio.TaskGroup() as group:
-                for _ in range(min(self._limit, len(self._streams))):
-                    group.create_task(work())
-        except* _OutageError:
-            is_stopped = True
+            outage = await side_by_side(streams, work, limit=min(self._limit, len(self._streams)))
         finally:
             self._ended = time.perf_counter()
-        if is_stopped:
-            raise self._stopped()
+        if outage is not None:
+            raise self._stopped(outage.error)
         return self.outcomes
 
-    def _stopped(self) -> BatchStoppedError:
-        outcomes = self.outcomes
-        cause = next(outcome.error for outcome in outcomes if outcome.is_outage)
-        party = "engine" if isinstance(cause, EngineError) else "cache"
+    def _stopped(self, cause: BaseException | None) -> BatchStoppedError:
+        outcomes, party = self.outcomes, party_of(cause)
         unfinished = [each for each in self._streams if each not in self._by_id]
         stopped = BatchStoppedError(
             f"the batch was stopped, because the {party} is down: {cause} (after "
