@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from .._editing import KVEdit, Queries
 from ..errors import InvalidRequestError
+from ..progress import check_progress
 from ..stream import AsyncLMCacheStream
 from .limits import ByteLimiter, descriptor_limit, memory_limit
 from .outcome import StreamOutcome
@@ -37,9 +38,11 @@ class AsyncLMCacheBatchedStream:
         max_edit_bytes: bytes of KV that are edited at once, counted before the edits; a quarter of the
             machine's memory by default. A larger prefix is edited alone.
         max_attempts: how often a phase of a stream is tried, the first time counted.
+        progress: draw a bar on stderr during every call, where that is a terminal, or in a notebook; needs
+            ``pip install 'lmcache-stream[jobs]'``.
 
     Raises:
-        InvalidRequestError: a number that is not a positive int.
+        InvalidRequestError: a number that is not a positive int, or nothing is there to draw a bar with.
     """
 
     def __init__(
@@ -48,7 +51,11 @@ class AsyncLMCacheBatchedStream:
         *,
         max_edit_bytes: int | None = None,
         max_attempts: int = 4,
+        progress: bool = False,
     ) -> None:
+        if progress:
+            check_progress()
+        self._progress = progress
         self._max_concurrency = (
             None if max_concurrency is None else _positive(max_concurrency, "max_concurrency")
         )
@@ -241,7 +248,15 @@ class AsyncLMCacheBatchedStream:
                     limit,
                     len(chosen),
                 )
-        run = Run(mode, chosen, phases, limit=limit, memory=self._memory, retries=self._retries)
+        run = Run(
+            mode,
+            chosen,
+            phases,
+            limit=limit,
+            memory=self._memory,
+            retries=self._retries,
+            progress=self._progress,
+        )
         self._runs[mode] = run
         if mode == "run":
             self._runs |= dict.fromkeys(("prefill", "modify", "decode"), run)

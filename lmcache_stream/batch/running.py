@@ -9,6 +9,7 @@ from typing import Any
 
 from .._background import Background, to_the_end
 from ..errors import BatchStoppedError
+from ..progress import counting
 from ..stream import AsyncLMCacheStream
 from .job import carry_out
 from .limits import ByteLimiter
@@ -31,6 +32,7 @@ class Run:
         limit: streams that run at once.
         memory: what edits pass.
         retries: which failures are tried again.
+        progress: whether to draw a bar.
     """
 
     def __init__(
@@ -42,7 +44,9 @@ class Run:
         limit: int,
         memory: ByteLimiter,
         retries: RetryPolicy,
+        progress: bool = False,
     ) -> None:
+        self._progress = progress
         self._mode = mode
         self._phases = tuple(phases)
         self._limit = limit
@@ -88,18 +92,20 @@ class Run:
             BatchStoppedError: the engine or the cache is down.
         """
         self._began = time.perf_counter()
+        with counting(self._mode, len(self._streams), is_wanted=self._progress) as count:
 
-        async def work(stream: AsyncLMCacheStream) -> StreamOutcome:
-            outcome = await carry_out(stream, self._phases, self._memory, self._retries, self._began)
-            self._by_id[outcome.stream_id] = outcome
-            tell(outcome)
-            return outcome
+            async def work(stream: AsyncLMCacheStream) -> StreamOutcome:
+                outcome = await carry_out(stream, self._phases, self._memory, self._retries, self._began)
+                self._by_id[outcome.stream_id] = outcome
+                count(outcome.is_ok)
+                tell(outcome)
+                return outcome
 
-        streams = as_they_come(self._streams.values())
-        try:
-            outage = await side_by_side(streams, work, limit=min(self._limit, len(self._streams)))
-        finally:
-            self._ended = time.perf_counter()
+            streams = as_they_come(self._streams.values())
+            try:
+                outage = await side_by_side(streams, work, limit=min(self._limit, len(self._streams)))
+            finally:
+                self._ended = time.perf_counter()
         if outage is not None:
             raise self._stopped(outage.error)
         return self.outcomes

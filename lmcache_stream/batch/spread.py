@@ -56,12 +56,13 @@ class Spread:
 
     def _at(self, ranked: list[tuple[int, int]], share: float) -> float:
         rank, seen = (self._count - 1) * share, 0
-        found = _ZERO
-        for found, count in ranked:
+        for bucket, count in ranked:
             seen += count
+            if seen > rank and bucket > _ZERO:
+                return 2 * math.exp(bucket * _STEP) / (1 + _GROWTH)
             if seen > rank:
                 break
-        return 0.0 if found == _ZERO else 2 * math.exp(found * _STEP) / (1 + _GROWTH)
+        return 0.0
 
 
 def _bucket(value: float) -> int:

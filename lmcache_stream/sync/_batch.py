@@ -23,6 +23,7 @@ class LMCacheBatchedStream:
         max_concurrency: as for ``AsyncLMCacheBatchedStream``, like the others.
         max_edit_bytes: bytes of KV that are edited at once.
         max_attempts: how often a phase of a stream is tried.
+        progress: draw a bar on stderr during every call.
     """
 
     def __init__(
@@ -31,9 +32,10 @@ class LMCacheBatchedStream:
         *,
         max_edit_bytes: int | None = None,
         max_attempts: int = 4,
+        progress: bool = False,
     ) -> None:
         self._batch = AsyncLMCacheBatchedStream(
-            max_concurrency, max_edit_bytes=max_edit_bytes, max_attempts=max_attempts
+            max_concurrency, max_edit_bytes=max_edit_bytes, max_attempts=max_attempts, progress=progress
         )
         self._streams: dict[str, LMCacheStream] = {}
 

@@ -118,7 +118,7 @@ async def recall_all(
     )
     recalls: list[Recall] = []
     with RecallProgress(console, 1 + len(policies)) as progress:
-        run = run_recall(stack, seeds, policies, queries, progress.show)
+        run = run_recall(stack, seeds, policies, queries, progress.step)
         async with contextlib.aclosing(run) as results:
             async for recall in results:
                 recalls.append(recall)
@@ -138,7 +138,7 @@ async def compare_all(
     )
     comparisons: list[Comparison] = []
     with DocumentProgress(console, documents, options) as progress:
-        async with contextlib.aclosing(run_demo(stack, documents, options, progress.show)) as results:
+        async with contextlib.aclosing(run_demo(stack, documents, options, progress.step)) as results:
             async for comparison in results:
                 progress.finish(len(comparisons))
                 comparisons.append(comparison)

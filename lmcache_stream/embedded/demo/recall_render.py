@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from types import TracebackType
-from typing import Self
-
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
+from ...progress import Bars
 from .recall_run import Recall, RecallStep
 
 __all__ = ["RecallProgress", "recall_table"]
 
 
-class RecallProgress:
-    """A progress bar a prompt, counting answers; nothing is drawn where ``console`` is no terminal. Use it
-    with ``with`` around the run.
+class RecallProgress(Bars):
+    """A progress bar a prompt, counting answers.
 
     Args:
         console: where it is drawn.
@@ -25,36 +21,14 @@ class RecallProgress:
     """
 
     def __init__(self, console: Console, answers: int) -> None:
-        self._progress = Progress(
-            TextColumn("{task.description}", markup=False),
-            BarColumn(),
-            TextColumn("{task.completed} of {task.total} answers", markup=False),
-            TimeElapsedColumn(),
-            console=console,
-            transient=True,
-            disable=not console.is_terminal,
-        )
+        super().__init__(console)
         self._answers = answers
-        self._tasks: dict[int, TaskID] = {}
 
-    def __enter__(self) -> Self:
-        self._progress.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._progress.stop()
-
-    def show(self, step: RecallStep) -> None:
+    def step(self, step: RecallStep) -> None:
         """Move the bar of the step's prompt; it appears with its first step."""
-        if step.task not in self._tasks:
-            name = f"secret codes, prompt {step.task + 1}"
-            self._tasks[step.task] = self._progress.add_task(name, total=self._answers)
-        self._progress.update(self._tasks[step.task], completed=step.answers)
+        title = f"secret codes, prompt {step.task + 1}"
+        note = f"{step.answers} of {self._answers} answers"
+        self.show(step.task, title, step.answers, self._answers, note)
 
 
 def recall_table(recall: Recall) -> Table:

@@ -3,61 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import TracebackType
-from typing import Self
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
+from ...progress import Bars
 from .documents import Document
 from .run import Comparison, Options, Step
 
 __all__ = ["DocumentProgress", "comparison_table"]
 
 
-class DocumentProgress:
-    """A progress bar a document, counting decoded tokens; nothing is drawn where ``console`` is no
-    terminal. Use it with ``with`` around the run."""
+class DocumentProgress(Bars):
+    """A progress bar a document, counting decoded tokens.
+
+    Args:
+        console: where it is drawn.
+        documents: those of the run.
+        options: those of the run.
+    """
 
     def __init__(self, console: Console, documents: Sequence[Document], options: Options) -> None:
-        self._progress = Progress(
-            TextColumn("{task.fields[title]}", markup=False),
-            BarColumn(),
-            TextColumn("{task.description}", markup=False),
-            TimeElapsedColumn(),
-            console=console,
-            transient=True,
-            disable=not console.is_terminal,
-        )
+        super().__init__(console)
         self._titles = [document.title for document in documents]
         self._total = 2 * options.max_tokens
-        self._tasks: dict[int, TaskID] = {}
 
-    def __enter__(self) -> Self:
-        self._progress.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._progress.stop()
-
-    def show(self, step: Step) -> None:
+    def step(self, step: Step) -> None:
         """Move the bar of the step's document; it appears with its first step."""
-        if step.document not in self._tasks:
-            title = self._titles[step.document]
-            self._tasks[step.document] = self._progress.add_task("", total=self._total, title=title)
-        task = self._tasks[step.document]
-        self._progress.update(task, completed=step.tokens, description=f"{step.phase:<25}")
+        self._move(step.document, step.tokens, step.phase)
 
     def finish(self, document: int) -> None:
         """Fill the bar of a document, whose answers may have ended early."""
-        self._progress.update(self._tasks[document], completed=self._total, description=f"{'done':<25}")
+        self._move(document, self._total, "done")
+
+    def _move(self, document: int, tokens: int, note: str) -> None:
+        self.show(document, self._titles[document], tokens, self._total, f"{note:<25}")
 
 
 def comparison_table(comparison: Comparison) -> Table:

@@ -73,7 +73,7 @@ def drawn(*, is_terminal: bool) -> str:
     console = Console(file=file, force_terminal=is_terminal, width=100, color_system=None)
     with RecallProgress(console, 5) as progress:
         for step in (RecallStep(0, 0), RecallStep(0, 5), RecallStep(1, 2)):
-            progress.show(step)
+            progress.step(step)
     return file.getvalue()
 
 

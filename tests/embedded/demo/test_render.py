@@ -51,10 +51,10 @@ def drawn(*, is_terminal: bool) -> str:
     file = io.StringIO()
     console = Console(file=file, force_terminal=is_terminal, width=100, color_system=None)
     with DocumentProgress(console, DOCUMENTS, Options(max_tokens=10)) as progress:
-        progress.show(Step(0, "prefill", 0))
-        progress.show(Step(0, "edit", 11))
+        progress.step(Step(0, "prefill", 0))
+        progress.step(Step(0, "edit", 11))
         progress.finish(0)
-        progress.show(Step(1, "answer from the edited KV", 13))
+        progress.step(Step(1, "answer from the edited KV", 13))
     return file.getvalue()
 
 
