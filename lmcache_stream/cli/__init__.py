@@ -17,6 +17,7 @@ from ..errors import InvalidRequestError, LMCacheStreamError
 from .demo import add_demo
 from .doctor import add_doctor
 from .report import add_report
+from .run import add_run
 from .serve import add_serve_cache, add_serve_engine
 
 __all__ = ["main"]
@@ -32,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code.
 
     0: done. 1: an error, told in one line on stderr. 2: wrong usage. 130 and 143: ended by Ctrl-C and by
-    SIGTERM, everything being closed. A command may have more of its own.
+    SIGTERM, everything being closed. A command may have more of its own, as ``run`` has 3: some rows failed.
     """
     arguments = _parser().parse_args(argv)
     try:
@@ -75,6 +76,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"{_PROGRAM} {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for add in (add_demo, add_report, add_doctor, add_serve_cache, add_serve_engine):
+    for add in (add_demo, add_run, add_report, add_doctor, add_serve_cache, add_serve_engine):
         add(commands)
     return parser

@@ -49,6 +49,12 @@ class Request:
     connect: float | None
     proxy: Proxy | None = None
     body: bytes = b""
+    method: str = "POST"
+
+    @property
+    def where(self) -> str:
+        """Method and address, as errors name them."""
+        return f"{self.method} {self.url}"
 
     def with_body(self, body: bytes) -> Request:
         """Return the same request with ``body``."""
@@ -128,13 +134,14 @@ class Exchange:
         return await self.send()
 
     async def send(self) -> aiohttp.ClientResponse:
-        """Post the request and return the response once its headers are there."""
+        """Send the request and return the response once its headers are there."""
         request = self.request
         # What is large is sent piece by piece, as from a file, so that it does not hold the loop.
         large = len(request.body) > _PIECE
-        return await self.session.post(
+        return await self.session.request(
+            request.method,
             request.url,
-            data=io.BytesIO(request.body) if large else request.body,
+            data=io.BytesIO(request.body) if large else request.body or None,
             headers=request.headers,
             allow_redirects=False,
             proxy=request.proxy.url if request.proxy is not None else None,
@@ -145,7 +152,7 @@ class Exchange:
         if response.status < 300 and response.content_type == "text/event-stream":
             return
         body = await _beginning(response)
-        where = f"POST {self.request.url}"
+        where = self.request.where
         detail = problem(body)
         if response.status >= 300:
             if response.status < 400:
@@ -208,7 +215,7 @@ class Exchange:
 
     def error(self, error: BaseException, token_ids: list[int] | None = None) -> EngineError:
         """Return the library's error for one of aiohttp's."""
-        where = f"POST {self.request.url}"
+        where = self.request.where
         ids = token_ids or []
         if self._response is not None:
             return TruncatedStreamError(
@@ -245,7 +252,7 @@ class Exchange:
 
 
 async def ask(session: aiohttp.ClientSession, request: Request, timeout: float) -> bytes:
-    """POST a small question and return the answer's body.
+    """Send a small question and return the answer's body.
 
     Raises:
         EngineError: it was not answered with success in time.
@@ -256,7 +263,7 @@ async def ask(session: aiohttp.ClientSession, request: Request, timeout: float) 
             body = await response.read()
             if response.status != 200:
                 raise EngineStatusError(
-                    f"POST {request.url}: HTTP {response.status}: {problem(body)}",
+                    f"{request.where}: HTTP {response.status}: {problem(body)}; {hint(response.status)}",
                     status=response.status,
                     detail=problem(body),
                 )

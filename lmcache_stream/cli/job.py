@@ -1,0 +1,144 @@
+"""A job from its settings to its exit code."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .._background import to_the_end
+from .._workers import Workers
+from ..batch.limits import descriptor_limit
+from ..dropping import HFQueries
+from ..dropping.policy import DropPolicy
+from ..errors import InvalidRequestError
+from ..jobs import Job, Output, Plan, Servers, Source
+from ..jobs.records import described
+from ..jobs.source import STDIN
+from ..jobs.summary import as_json, as_lines
+from ..progress import Bars
+from .servers import Addresses, open_embedded, open_servers
+
+__all__ = ["SOME_FAILED", "Settings", "run_job"]
+
+SOME_FAILED = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What ``run`` was told; see its help. ``addresses`` is None for the embedded stack."""
+
+    prompts: str
+    output: Path
+    policy: DropPolicy | None
+    sampling_params: Mapping[str, Any]
+    addresses: Addresses | None
+    resume: bool = False
+    retry_failed: bool = False
+    report: Path | None = None
+    progress: bool = False
+    queries_model: str | None = None
+    baseline: bool = False
+    max_concurrency: int = 64
+    model: str | None = None
+    tokenizer: str | None = None
+
+
+async def run_job(settings: Settings) -> int:
+    """Run a job and return its exit code.
+
+    Raises:
+        BatchStoppedError: the engine or the cache went down.
+        LMCacheStreamError, OSError: it could not begin, or the output cannot be written.
+    """
+    _check_paths(settings)
+    output = Output(settings.output, resume=settings.resume, retry_failed=settings.retry_failed)
+    files = Workers("lmcache-stream job output", 1)
+    try:
+        await files.run(output.open)
+        opened = (
+            open_embedded(settings.model, settings.tokenizer)
+            if settings.addresses is None
+            else open_servers(settings.addresses)
+        )
+        async with opened as (servers, path):
+            return await _run(settings, servers, path, output)
+    finally:
+        # Behind what opens it, where that was left before it was through.
+        await to_the_end(files.run(output.close))
+        files.close()
+
+
+def _check_paths(settings: Settings) -> None:
+    if settings.report is not None and not settings.report.parent.is_dir():
+        raise InvalidRequestError(f"--report {settings.report}: there is no folder {settings.report.parent}")
+    others = {"--prompts": settings.prompts, "--report": settings.report}
+    for option, path in others.items():
+        if path not in (None, STDIN) and Path(path).resolve() == settings.output.resolve():
+            raise InvalidRequestError(f"{option} and --output are one file: {path}")
+
+
+async def _run(settings: Settings, servers: Servers, path: str, output: Output) -> int:
+    policy, state = settings.policy, output.state
+    output.check(policy=described(policy), model=servers.model)
+    queries = None
+    if policy is not None and policy.needs_queries:
+        queries = HFQueries(settings.queries_model or path, window=policy.query_window)
+    plan = Plan(
+        policy=policy,
+        sampling_params=settings.sampling_params,
+        queries=queries,
+        baseline=settings.baseline,
+        limit=min(settings.max_concurrency, descriptor_limit()),
+    )
+    with _telling(settings.progress) as (say, move):
+        if state.cut:
+            say(f"{output.path}: a row of which {state.cut} bytes had been written was taken away")
+        if state.retried:
+            say(f"{state.retried} rows that had failed are run again")
+        source = Source(settings.prompts, output.done_ids)
+        job = Job(servers, plan, source, output, say=say, moved=lambda: move(job))
+        try:
+            await job.run()
+        finally:
+            _conclude(settings, job, say)
+    return SOME_FAILED if job.counts.failed or job.counts.bad else 0
+
+
+def _conclude(settings: Settings, job: Job, say: Callable[[str], object]) -> None:
+    report = job.report()
+    if not job.is_through:
+        say("the job was ended early; the same command with --resume goes on with it")
+    for line in as_lines(job.counts, report):
+        say(line)
+    if settings.report is not None:
+        settings.report.write_text(as_json(job.counts, report), encoding="utf-8")
+
+
+@contextmanager
+def _telling(progress: bool) -> Iterator[tuple[Callable[[str], object], Callable[[Job], object]]]:
+    """Give what tells a line on stderr, and what moves the bar there, where there is one."""
+    if not progress or importlib.util.find_spec("rich") is None:
+        yield _write_line, lambda job: None
+        return
+    with Bars(stays=True) as bars:
+
+        def move(job: Job) -> None:
+            read, size = job.position
+            counts = job.counts
+            notes = [f"{counts.done} rows"]
+            notes += [f"{counts.failed} failed"] * bool(counts.failed) + [f"{counts.bad} bad"] * bool(
+                counts.bad
+            )
+            bars.show("rows", "prompts", read, size, ", ".join(notes))
+
+        yield bars.say, move
+
+
+def _write_line(line: str) -> None:
+    sys.stderr.write(line + "\n")
+    sys.stderr.flush()

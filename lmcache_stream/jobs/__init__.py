@@ -1,0 +1,17 @@
+"""Jobs: a file of prompts, each through prefill, edit and decoding, into a file of answers."""
+
+from .job import Counts, Job, Plan, Servers
+from .output import Output, OutputState
+from .prompts import PromptRow
+from .source import Source
+
+__all__ = [
+    "Counts",
+    "Job",
+    "Output",
+    "OutputState",
+    "Plan",
+    "PromptRow",
+    "Servers",
+    "Source",
+]
