@@ -195,26 +195,24 @@ class Job:
         )
 
     async def _rows(self) -> AsyncGenerator[tuple[PromptRow, Sequence[int]], None]:
-        while True:
-            found = await self._reading.run(self._source.next)
-            if isinstance(found, BadRow):
-                self._bad(found.line, found.reason)
-            elif isinstance(found, PromptRow):
+        while (read := await self._reading.run(self._source.read)) is not None:
+            for row in read:
+                if isinstance(row, BadRow):
+                    self._bad(row.line, row.reason)
+                    continue
                 try:
-                    ids = found.token_ids
+                    ids = row.token_ids
                     if ids is None:
-                        ids = await self._writing.run(self._encode, found)
+                        ids = await self._writing.run(self._encode, row)
                     check_tokens(
                         ids,
                         vocab_size=self._servers.vocab_size,
                         max_model_len=self._servers.max_model_len,
                     )
                 except BadRowError as error:
-                    self._bad(found.line, str(error))
+                    self._bad(row.line, str(error))
                 else:
-                    yield found, ids
-            elif not found:
-                return
+                    yield row, ids
 
     def _encode(self, row: PromptRow) -> tuple[int, ...]:
         model = self._loaded()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +11,7 @@ import msgspec
 from .._checks import checked_token_ids
 from ..errors import InvalidRequestError
 
-__all__ = ["BadRowError", "PromptRow", "check_tokens", "parse_row", "split_lines"]
+__all__ = ["BadRowError", "LineSplitter", "PromptRow", "check_tokens", "parse_row"]
 
 _PROMPTS = ("prompt", "messages", "prompt_token_ids")
 _BOM = b"\xef\xbb\xbf"
@@ -42,20 +42,29 @@ class PromptRow:
     extra: Mapping[str, Any] = field(default_factory=dict)
 
 
-def split_lines(read: Callable[[], bytes]) -> Iterator[bytes]:
-    """Yield lines, without their ends, of what ``read`` gives until it gives nothing.
+class LineSplitter:
+    """Makes lines of bytes that come in any pieces.
 
     Only a line feed ends a line, with or without a carriage return: JSON may hold what else Unicode has.
     """
-    parts: list[bytes] = []
-    while chunk := read():
-        first, *others = chunk.split(b"\n")
-        parts.append(first)
-        for other in others:
-            yield b"".join(parts).removesuffix(b"\r")
-            parts = [other]
-    if last := b"".join(parts):
-        yield last
+
+    def __init__(self) -> None:
+        self._begun: list[bytes] = []
+
+    def feed(self, piece: bytes) -> list[bytes]:
+        """Return the lines that ``piece`` ends, without their ends."""
+        first, *others = piece.split(b"\n")
+        self._begun.append(first)
+        if not others:
+            return []
+        *whole, begun = b"".join(self._begun), *others
+        self._begun = [begun]
+        return [line.removesuffix(b"\r") for line in whole]
+
+    def finish(self) -> list[bytes]:
+        """Return the last line, where nothing ended it."""
+        last, self._begun = b"".join(self._begun), []
+        return [last] if last else []
 
 
 def parse_row(text: bytes, line: int) -> PromptRow | None:

@@ -5,18 +5,16 @@ from __future__ import annotations
 import os
 import sqlite3
 import stat
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from enum import Enum
 
 from ..errors import InvalidRequestError
-from .prompts import BadRowError, PromptRow, parse_row, split_lines
+from .prompts import BadRowError, LineSplitter, PromptRow, parse_row
 
 __all__ = ["STDIN", "BadRow", "SeenIds", "Source"]
 
 STDIN = "-"
 _PIECE = 1 << 16
-# Rows that are passed over before the caller is heard again.
-_MOST_PASSED_OVER = 1000
 
 
 class BadRow:
@@ -87,7 +85,7 @@ class Source:
 
     Attributes:
         size: bytes of the file; None where nobody knows.
-        consumed: bytes that were read, as lines.
+        consumed: bytes that were read.
         passed_over: rows whose ids were among ``done``.
     """
 
@@ -96,7 +94,9 @@ class Source:
         self.size: int | None = None
         self.consumed = self.passed_over = 0
         self._file = -1
-        self._lines: Iterator[tuple[int, bytes]] = iter(())
+        self._lines = LineSplitter()
+        self._number = 0
+        self._is_over = False
         self._ids: SeenIds | None = None
 
     def open(self) -> None:
@@ -114,38 +114,37 @@ class Source:
         if stat.S_ISDIR(found.st_mode):
             raise InvalidRequestError(f"--prompts {self._path}: it is a folder")
         self.size = found.st_size if stat.S_ISREG(found.st_mode) else None
-        self._lines = enumerate(split_lines(self._read), 1)
         self._ids = SeenIds()
         self._ids.mark_done(self._done())
 
-    def _read(self) -> bytes:
-        return os.read(self._file, _PIECE)
+    def read(self) -> list[PromptRow | BadRow] | None:
+        """Wait for input and return what it has: rows to be worked on, and what cannot be read.
 
-    def next(self) -> PromptRow | BadRow | bool:
-        """Return the next row that is to be worked on, or what is wrong with one; False at the end.
-
-        True where there was none among very many, so that the caller can ask again.
+        None at the end.
         """
+        if self._is_over:
+            return None
+        piece = os.read(self._file, _PIECE)
+        self._is_over = not piece
+        self.consumed += len(piece)
+        lines = self._lines.feed(piece) if piece else self._lines.finish()
+        found = [self._row(line) for line in lines]
+        return [row for row in found if row is not None]
+
+    def _row(self, text: bytes) -> PromptRow | BadRow | None:
         assert self._ids is not None
-        for _ in range(_MOST_PASSED_OVER):
-            line, text = next(self._lines, (0, b""))
-            if not line:
-                return False
-            self.consumed += len(text) + 1
-            try:
-                row = parse_row(text, line)
-            except BadRowError as error:
-                return BadRow(line, str(error))
-            if row is None:
-                continue
-            match self._ids.see(row.row_id):
-                case Seen.NEW:
-                    return row
-                case Seen.DONE:
-                    self.passed_over += 1
-                case Seen.REPEATED:
-                    return BadRow(line, f"id {row.row_id!r} was there before")
-        return True
+        self._number += 1
+        try:
+            row = parse_row(text, self._number)
+        except BadRowError as error:
+            return BadRow(self._number, str(error))
+        if row is None:
+            return None
+        seen = self._ids.see(row.row_id)
+        if seen is Seen.REPEATED:
+            return BadRow(self._number, f"id {row.row_id!r} was there before")
+        self.passed_over += seen is Seen.DONE
+        return row if seen is Seen.NEW else None
 
     def close(self) -> None:
         """Close the file; idempotent."""
