@@ -96,6 +96,7 @@ class Output:
             if not line.endswith(b"\n"):
                 # It is all there but for its end.
                 _write(self._file, b"\n")
+                break
         return state
 
     def _lines(self) -> Iterator[bytes]:
@@ -169,7 +170,7 @@ class Output:
             with suppress(OSError):
                 os.ftruncate(self._file, self._end)
             raise OSError(
-                error.errno, f"{error.strerror}: no row could be written", str(self.path)
+                error.errno, f"{error.strerror}: a row could not be written", str(self.path)
             ) from error
 
     def close(self) -> None:

@@ -13,7 +13,7 @@ __all__ = ["TextModel", "load_tokenizer"]
 
 # Tokens in front of a piece that tell how it is written there, e.g. with a space or without.
 _CONTEXT = 8
-_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 class TextModel:
@@ -64,18 +64,22 @@ class TextModel:
             whole: their text.
             borders: increasing indices of tokens, the first of them 0.
         """
-        place = 0
+        place = incomplete = 0
         yield place
         for start, stop in itertools.pairwise(borders):
             # Texts of tokens cannot simply be joined: what one looks like can depend on those before it.
             context = list(token_ids[max(0, start - _CONTEXT) : start])
             before = self.decode(context) if context else ""
             after = self.decode([*context, *token_ids[start:stop]])
-            place = min(max(place, place + self._length(after) - self._length(before)), len(whole))
+            known = len(before) - min(incomplete, _incomplete(before))
+            incomplete = _incomplete(after)
+            place = min(max(place, place + len(after) - incomplete - known), len(whole))
             yield place
 
-    def _length(self, text: str) -> int:
-        return len(text.rstrip(_INCOMPLETE))
+
+def _incomplete(text: str) -> int:
+    """Return how many characters at the end may be parts of one."""
+    return len(text) - len(text.rstrip(_REPLACEMENT))
 
 
 def load_tokenizer(name: str) -> Any:

@@ -1,0 +1,14 @@
+"""Rows of an output, for tests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lmcache_stream.jobs.records import encode_row
+
+
+def row(row_id: str | int, *, failed: bool = False, **further: Any) -> bytes:
+    """Return a row's line, with characters of one to four bytes."""
+    error = {"type": "EngineStatusError", "message": "no", "phase": "decode"} if failed else None
+    fields = {"id": row_id, "line": 1, "policy": "KeyDiff(ratio=0.5)", "model": "m"}
+    return encode_row({**fields, "text": "aü三🙂", "token_ids": [1, 2], "error": error, **further})
