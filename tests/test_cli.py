@@ -91,13 +91,14 @@ for command in ([], ["demo"], ["run"], ["report"], ["doctor"], ["serve-cache"], 
         main([*command, "--help"])
     except SystemExit as end:
         assert end.code == 0
-loaded = {"rich", "transformers", "gguf", "matplotlib"} & set(sys.modules)
+loaded = {"rich", "transformers", "gguf", "tokenizers", "matplotlib"} & set(sys.modules)
 assert not loaded, loaded
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     commands = ("demo", "run", "report", "doctor", "serve-cache", "serve-engine")
-    for words in (*commands, "(default: 0.5)", "(default: 5555)", "--workers", "--model-path"):
+    options = ("--workers", "--model-path", "--retry-failed", "snapkv")
+    for words in (*commands, "(default: 0.5)", "(default: 5555)", *options):
         assert words in done.stdout
 
 

@@ -12,8 +12,10 @@ from typing import Any
 
 from .._workers import Workers
 from ..cache.connect import connect
+from ..cache.model_config import load_model_config
 from ..completions import VLLMCompletions
 from ..completions.models import find_model
+from ..errors import GeometryError
 from ..jobs import Servers
 from ..jobs.tokens import load_tokenizer
 
@@ -67,6 +69,7 @@ async def open_servers(addresses: Addresses) -> AsyncIterator[tuple[Servers, str
                 engine=engine,
                 model=addresses.model,
                 load_tokenizer=load,
+                vocab_size=_vocab_size(path),
                 max_model_len=served.max_model_len,
             ),
             path,
@@ -87,10 +90,20 @@ async def open_embedded(model: str | None, tokenizer: str | None) -> AsyncIterat
                 engine=stack.post_completion,
                 model=stack.model_name,
                 load_tokenizer=partial(_give, named or stack.tokenizer),
+                vocab_size=_vocab_size(stack.model_name),
                 max_model_len=stack.max_model_len,
             ),
             stack.model_name,
         )
+
+
+def _vocab_size(path: str) -> int | None:
+    try:
+        config = load_model_config(None, path)
+    except GeometryError:
+        # Whether KV of this model can be edited is not asked here.
+        return None
+    return None if config is None else config.vocab_size
 
 
 def _give(tokenizer: Any) -> Any:

@@ -61,6 +61,15 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in content.split(b"\n")[:-1]]
 
 
+def where(stack: EmbeddedStack) -> list[str]:
+    named = ["--engine-url", stack.engine_url, "--cache-url", stack.url, "--http-url", stack.http_url]
+    return [*named, "--model", stack.model_name]
+
+
+def files(folder: Path) -> list[str]:
+    return ["--prompts", str(folder / "prompts.jsonl"), "--output", str(folder / "out.jsonl")]
+
+
 @pytest.fixture
 def silent_engine(stack: EmbeddedStack, tmp_path: Path) -> Iterator[str]:
     """An engine that takes every request and answers none; it writes a line to ``asked`` for each."""

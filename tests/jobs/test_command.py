@@ -12,19 +12,10 @@ import pytest
 
 from lmcache_stream.embedded.sync import EmbeddedStack
 
-from .conftest import Start, rows_of, write_prompts
+from .conftest import Start, files, rows_of, where, write_prompts
 
 TEXT = "the ferry ü came 三 back; "
 FAST = ["--policy", "keydiff", "--ratio", "0.5", "--sinks", "1", "--window", "8", "--max-tokens", "2"]
-
-
-def where(stack: EmbeddedStack) -> list[str]:
-    named = ["--engine-url", stack.engine_url, "--cache-url", stack.url, "--http-url", stack.http_url]
-    return [*named, "--model", stack.model_name]
-
-
-def files(folder: Path) -> list[str]:
-    return ["--prompts", str(folder / "prompts.jsonl"), "--output", str(folder / "out.jsonl")]
 
 
 def test_a_job_that_is_killed_ten_times_has_every_row_once(
@@ -60,6 +51,30 @@ def test_a_job_that_is_killed_ten_times_has_every_row_once(
         assert row["extra"] == {"much": TEXT * 2000}
         assert "".join(text for text, _ in row["pieces"]) == rows[row["line"] - 1]["prompt"]
     assert f"{200 - had} done, 0 failed, {had} skipped, 0 bad" in job.errors.read_text()
+
+
+def test_a_job_whose_servers_go_away_stops_and_goes_on_with_others(
+    tiny: Path, start: Start, tmp_path: Path
+) -> None:
+    write_prompts(tmp_path / "prompts.jsonl", [{"id": n, "prompt": f"{n:03} {TEXT}"} for n in range(60)])
+    limited = ["--max-concurrency", "2"]
+    with EmbeddedStack(str(tiny), chunk_size=16, cache_gb=0.05) as stack:
+        job = start("run", *files(tmp_path), *where(stack), *FAST, *limited)
+        job.until_lines(tmp_path / "out.jsonl", 5)
+    assert job.wait() == 1
+    told = job.errors.read_text()
+    assert "BatchStoppedError: the job was stopped, because the " in told
+    assert "the same command with --resume runs the others" in told
+    assert "Traceback" not in told
+    had = rows_of(tmp_path / "out.jsonl")
+    # Only what was under way when the connection broke is a failed row.
+    assert sum(row["error"] is not None for row in had) <= 2
+    with EmbeddedStack(str(tiny), chunk_size=16, cache_gb=0.05) as stack:
+        job = start("run", *files(tmp_path), *where(stack), *FAST, "--retry-failed")
+        assert job.wait() == 0, job.errors.read_text()
+    rows = rows_of(tmp_path / "out.jsonl")
+    assert sorted(row["id"] for row in rows) == list(range(60))
+    assert all(row["error"] is None for row in rows)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
