@@ -99,50 +99,47 @@ async def _run(settings: Settings, servers: Servers, path: str, output: Output) 
         baseline=settings.baseline,
         limit=min(settings.max_concurrency, descriptor_limit()),
     )
-    with _telling(settings.progress) as (say, move):
-        if state.cut:
-            say(f"{output.path}: a row of which {state.cut} bytes had been written was taken away")
-        if state.retried:
-            say(f"{state.retried} rows that had failed are run again")
-        source = Source(settings.prompts, output.done_ids)
-        job = Job(servers, plan, source, output, say=say, moved=lambda: move(job))
-        try:
-            await job.run()
-        finally:
-            _conclude(settings, job, say)
+    job = Job(servers, plan, Source(settings.prompts, output.done_ids), output)
+    try:
+        with _telling(settings.progress, job) as (say, moved):
+            if state.cut:
+                say(f"{output.path}: a row of which {state.cut} bytes had been written was taken away")
+            if state.retried:
+                say(f"{state.retried} rows that had failed are run again")
+            await job.run(say=say, moved=moved)
+    finally:
+        _conclude(settings, job)
     return SOME_FAILED if job.counts.failed or job.counts.bad else 0
 
 
-def _conclude(settings: Settings, job: Job, say: Callable[[str], object]) -> None:
+def _conclude(settings: Settings, job: Job) -> None:
     report = job.report()
     if not job.is_through:
-        say("the job was ended early; the same command with --resume goes on with it")
+        _say("the job was ended early; the same command with --resume goes on with it")
     for line in as_lines(job.counts, report):
-        say(line)
+        _say(line)
     if settings.report is not None:
         settings.report.write_text(as_json(job.counts, report), encoding="utf-8")
 
 
 @contextmanager
-def _telling(progress: bool) -> Iterator[tuple[Callable[[str], object], Callable[[Job], object]]]:
+def _telling(progress: bool, job: Job) -> Iterator[tuple[Callable[[str], object], Callable[[], object]]]:
     """Give what tells a line on stderr, and what moves the bar there, where there is one."""
     if not progress or importlib.util.find_spec("rich") is None:
-        yield _write_line, lambda job: None
+        yield _say, lambda: None
         return
     with Bars(stays=True) as bars:
 
-        def move(job: Job) -> None:
-            read, size = job.position
-            counts = job.counts
-            notes = [f"{counts.done} rows"]
-            notes += [f"{counts.failed} failed"] * bool(counts.failed) + [f"{counts.bad} bad"] * bool(
-                counts.bad
-            )
-            bars.show("rows", "prompts", read, size, ", ".join(notes))
+        def move() -> None:
+            through, size = job.position
+            counts = {name: getattr(job.counts, name) for name in ("failed", "bad")}
+            further = "".join(f", {count} {name}" for name, count in counts.items() if count)
+            bars.show("rows", "rows", through, size, f"{job.counts.done} done{further}")
 
+        move()
         yield bars.say, move
 
 
-def _write_line(line: str) -> None:
+def _say(line: str) -> None:
     sys.stderr.write(line + "\n")
     sys.stderr.flush()

@@ -107,8 +107,6 @@ class Job:
         plan: what is done with every row.
         source: where the rows come from; it is opened and closed here, in a thread of its own.
         output: where they go; open.
-        say: is called with a line about each bad row.
-        moved: is called when a row is through.
 
     Attributes:
         counts: rows so far.
@@ -121,15 +119,14 @@ class Job:
         plan: Plan,
         source: Source,
         output: Output,
-        *,
-        say: Callable[[str], object] = lambda line: None,
-        moved: Callable[[], object] = lambda: None,
     ) -> None:
         self._servers, self._plan, self._output = servers, plan, output
         self._source = source
-        self._say, self._moved = say, moved
         self.counts = Counts()
         self.is_through = False
+        self._say: Callable[[str], object] = lambda line: None
+        self._moved: Callable[[], object] = lambda: None
+        self._through = 0
         self._tally = Tally("decode" if plan.policy is None else "run", limit=_EXACT)
         self._policy = described(plan.policy)
         self._memory = ByteLimiter(memory_limit())
@@ -147,8 +144,17 @@ class Job:
             self._answer = (Edit(plan.policy, queries=plan.queries), last)
         self._whole: tuple[Phase, ...] = (last,)
 
-    async def run(self) -> None:
+    async def run(
+        self,
+        *,
+        say: Callable[[str], object] = lambda line: None,
+        moved: Callable[[], object] = lambda: None,
+    ) -> None:
         """Run every row.
+
+        Args:
+            say: is called with a line about each bad row.
+            moved: is called when a row is through.
 
         Raises:
             BatchStoppedError: the engine or the cache is down; the rows that were under way are not in the
@@ -156,6 +162,7 @@ class Job:
             InvalidRequestError: the source cannot be read, or text comes and there is no tokenizer.
             OSError: the output cannot be written.
         """
+        self._say, self._moved = say, moved
         self._began = time.perf_counter()
         try:
             await self._reading.run(self._source.open)
@@ -175,8 +182,8 @@ class Job:
 
     @property
     def position(self) -> tuple[int, int | None]:
-        """Bytes of the source that were read, and how many it has, where that is known."""
-        return self._source.consumed, self._source.size
+        """Bytes of the lines that the job is through with, and of all, where that is known."""
+        return self._through + self._source.passed_bytes, self._source.size
 
     def report(self) -> BatchReport:
         """Return the figures so far, without outcomes."""
@@ -210,6 +217,7 @@ class Job:
                         max_model_len=self._servers.max_model_len,
                     )
                 except BadRowError as error:
+                    self._through += row.size
                     self._bad(row.line, str(error))
                 else:
                     yield row, ids
@@ -249,6 +257,7 @@ class Job:
         self.counts.done += outcome.is_ok
         self.counts.failed += not outcome.is_ok
         self._tally.add(outcome)
+        self._through += row.size
         self._moved()
         return outcome
 

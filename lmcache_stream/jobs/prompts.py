@@ -32,6 +32,7 @@ class PromptRow:
         messages: a chat.
         token_ids: a prompt that is tokens already.
         extra: the row's other keys.
+        size: bytes of the line.
     """
 
     line: int
@@ -40,6 +41,7 @@ class PromptRow:
     messages: tuple[Mapping[str, Any], ...] | None = None
     token_ids: tuple[int, ...] | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
+    size: int = field(default=0, compare=False)
 
 
 class LineSplitter:
@@ -73,6 +75,7 @@ def parse_row(text: bytes, line: int) -> PromptRow | None:
     Raises:
         BadRowError: no row of a prompts' file.
     """
+    size = len(text) + 1
     if line == 1:
         text = text.removeprefix(_BOM)
     if not text.strip():
@@ -95,11 +98,11 @@ def parse_row(text: bytes, line: int) -> PromptRow | None:
         case "prompt":
             if not isinstance(value, str):
                 raise BadRowError(f"prompt is {_kind(value)}, no text")
-            return PromptRow(line, row_id, prompt=value, extra=row)
+            return PromptRow(line, row_id, prompt=value, extra=row, size=size)
         case "messages":
-            return PromptRow(line, row_id, messages=_messages(value), extra=row)
+            return PromptRow(line, row_id, messages=_messages(value), extra=row, size=size)
         case _:
-            return PromptRow(line, row_id, token_ids=_token_ids(value), extra=row)
+            return PromptRow(line, row_id, token_ids=_token_ids(value), extra=row, size=size)
 
 
 def _object(text: bytes) -> dict[str, Any]:

@@ -85,14 +85,14 @@ class Source:
 
     Attributes:
         size: bytes of the file; None where nobody knows.
-        consumed: bytes that were read.
+        passed_bytes: bytes of the lines that were not given out as rows.
         passed_over: rows whose ids were among ``done``.
     """
 
     def __init__(self, path: str, done: Callable[[], Iterable[str | int]] = tuple) -> None:
         self._path, self._done = path, done
         self.size: int | None = None
-        self.consumed = self.passed_over = 0
+        self.passed_bytes = self.passed_over = 0
         self._file = -1
         self._lines = LineSplitter()
         self._number = 0
@@ -126,12 +126,18 @@ class Source:
             return None
         piece = os.read(self._file, _PIECE)
         self._is_over = not piece
-        self.consumed += len(piece)
         lines = self._lines.feed(piece) if piece else self._lines.finish()
-        found = [self._row(line) for line in lines]
-        return [row for row in found if row is not None]
+        rows = []
+        for line in lines:
+            row = self._row(line)
+            if not isinstance(row, PromptRow):
+                self.passed_bytes += len(line) + 1
+            if row is not None:
+                rows.append(row)
+        return rows
 
     def _row(self, text: bytes) -> PromptRow | BadRow | None:
+        """Read a line; None where there is nothing to do."""
         assert self._ids is not None
         self._number += 1
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import signal
 import time
@@ -120,3 +121,24 @@ def test_a_pipe_is_a_source_as_good_as_any(stack: EmbeddedStack, start: Start, t
     job = start("run", *arguments, *where(stack), *FAST, file=str(prompts))
     assert job.wait() == 0, job.errors.read_text()
     assert [row["id"] for row in rows_of(tmp_path / "out.jsonl")] == [1]
+
+
+def test_input_that_does_not_come_holds_up_neither_rows_nor_the_end(
+    stack: EmbeddedStack, start: Start, tmp_path: Path
+) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    # Both ends are held here, so that the job is never told of an end.
+    writer = os.open(pipe, os.O_RDWR)
+    os.write(writer, json.dumps({"id": 1, "prompt": TEXT}).encode() + b"\n")
+    arguments = ["--prompts", "-", "--output", str(tmp_path / "out.jsonl")]
+    job = start("run", *arguments, *where(stack), *FAST, file=str(pipe))
+    job.until_lines(tmp_path / "out.jsonl", 1)
+    assert job.is_running
+    began = time.monotonic()
+    job.send(signal.SIGINT)
+    assert job.wait(20) == 130
+    assert time.monotonic() - began < 5
+    os.close(writer)
+    assert "rows: 1 done" in job.errors.read_text()
+    assert "Traceback" not in job.errors.read_text()

@@ -39,8 +39,8 @@ class Words:
 
 
 def text_of(number: int) -> str:
-    """Return four chunks of 4 characters and two more, as no other number's."""
-    return f"{number:04}: the ferry came"
+    """Return five chunks of 4 characters and two more, as no other number's."""
+    return f"{number:04}: the ferry came.."
 
 
 class Engine(ScriptedEngine):
@@ -116,10 +116,8 @@ class Folder:
         output = Output(self.output, **options)
         output.open()
         try:
-            self.job = Job(
-                servers, plan, Source(str(self.prompts), output.done_ids), output, say=self.said.append
-            )
-            await self.job.run()
+            self.job = Job(servers, plan, Source(str(self.prompts), output.done_ids), output)
+            await self.job.run(say=self.said.append)
         finally:
             output.close()
         return self.job
@@ -144,6 +142,7 @@ async def test_every_row_is_answered_from_its_edited_kv(
     job = await folder.run(servers, replace(PLAN, limit=3))
     assert job.counts.done == 20
     assert job.is_through
+    assert job.position == (folder.prompts.stat().st_size,) * 2
     assert engine.most_at_once == 3
     rows = sorted(folder.rows, key=lambda row: row["id"])
     for number, row in enumerate(rows):

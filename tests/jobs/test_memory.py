@@ -39,8 +39,8 @@ async def main(prompts, output):
         plan = Plan(policy=None, sampling_params={"max_tokens": 2})
         out = Output(Path(output), resume=resume)
         out.open()
-        job = Job(servers, plan, Source(path, out.done_ids), out, moved=moved)
-        await job.run()
+        job = Job(servers, plan, Source(path, out.done_ids), out)
+        await job.run(moved=moved)
         out.close()
         report = job.report()
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
