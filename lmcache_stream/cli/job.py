@@ -77,9 +77,8 @@ def _check_paths(settings: Settings) -> None:
     if settings.report is not None and not settings.report.parent.is_dir():
         raise InvalidRequestError(f"--report {settings.report}: there is no folder {settings.report.parent}")
     if settings.prompts != STDIN:
-        # Before servers are started, which takes a while.
-        with Path(settings.prompts).open("rb"):
-            pass
+        # Before servers are started, which takes a while. Not opened: a pipe would be broken by that.
+        Path(settings.prompts).stat()
     others = {"--prompts": settings.prompts, "--report": settings.report}
     for option, path in others.items():
         if path not in (None, STDIN) and Path(path).resolve() == settings.output.resolve():

@@ -3,97 +3,33 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from .._background import to_the_end
-from .._editing import Queries
 from .._workers import Workers
 from ..batch.job import carry_out
 from ..batch.limits import ByteLimiter, memory_limit
 from ..batch.outcome import StreamOutcome
 from ..batch.phases import Edit, Phase, decode, prefill
 from ..batch.report import BatchReport
-from ..batch.retries import RetryPolicy
 from ..batch.side_by_side import party_of, side_by_side
 from ..batch.tally import Tally
-from ..cache.context import AsyncLMCacheContext
-from ..completions import PostCompletion
-from ..dropping import Policy
 from ..errors import BatchStoppedError, InvalidRequestError
 from ..stream import AsyncLMCacheStream
 from .output import Output
+from .plan import Counts, Plan, Servers
 from .prompts import BadRowError, PromptRow, check_tokens
 from .records import described, encode_row, row_of
 from .source import BadRow, Source
 from .tokens import TextModel
 
-__all__ = ["Counts", "Job", "Plan", "Servers"]
+__all__ = ["Job"]
 
 # Values of each figure of the report that are kept one by one.
 _EXACT = 20_000
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Servers:
-    """What a job runs on.
-
-    Attributes:
-        context: the cache.
-        engine: the engine.
-        model: the model's name in the engine.
-        load_tokenizer: gives a transformers tokenizer, at its first use, in a thread.
-        vocab_size: of the model, where it is known.
-        max_model_len: of the model, where it is known.
-    """
-
-    context: AsyncLMCacheContext
-    engine: PostCompletion
-    model: str
-    load_tokenizer: Callable[[], Any]
-    vocab_size: int | None = None
-    max_model_len: int | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """What is done with every row.
-
-    Attributes:
-        policy: what edits the KV; None decodes from the whole.
-        sampling_params: of the decoding, under the engine's names.
-        queries: for policies that need them.
-        baseline: whether to decode from the whole KV as well.
-        limit: rows that are worked on at once.
-        retries: which failures are tried again.
-    """
-
-    policy: Policy | None
-    sampling_params: Mapping[str, Any]
-    queries: Queries | None = None
-    baseline: bool = False
-    limit: int = 64
-    retries: RetryPolicy = field(default_factory=RetryPolicy)
-
-
-@dataclass(slots=True)
-class Counts:
-    """Rows of a job.
-
-    Attributes:
-        done: those that came to their end.
-        failed: those that failed in a stream; they are in the output too.
-        bad: those that could not be read, or are no prompt for the model.
-        skipped: those that were in the output before.
-    """
-
-    done: int = 0
-    failed: int = 0
-    bad: int = 0
-    skipped: int = 0
 
 
 class Job:

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..batch.report import BatchReport
 from ..metrics import Distribution
-from .job import Counts
+from .plan import Counts
 
 __all__ = ["as_json", "as_lines"]
 
