@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
+import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -322,6 +324,27 @@ async def test_a_job_that_is_cancelled_at_any_point_goes_on_where_it_was(
     async with asyncio.timeout(5):
         while server.locked != (0, 0):
             await asyncio.sleep(0.005)
+
+
+async def test_a_row_that_is_being_written_is_whole_when_a_cancelled_job_is_over(
+    folder: Folder, servers: Servers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    append, begun = Output.append, threading.Event()
+
+    def slowly(self: Output, line: bytes) -> None:
+        begun.set()
+        time.sleep(0.3)
+        append(self, line)
+
+    monkeypatch.setattr(Output, "append", slowly)
+    folder.ask_numbers(1)
+    task = asyncio.ensure_future(folder.run(servers))
+    while not begun.is_set():
+        await asyncio.sleep(0.001)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert [row["id"] for row in folder.rows] == [0]
 
 
 async def test_an_output_that_cannot_be_written_ends_the_job(
