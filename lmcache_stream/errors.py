@@ -163,7 +163,8 @@ class BatchStoppedError(LMCacheStreamError):
 
     Attributes:
         party: ``engine`` or ``cache``.
-        outcomes: what the streams came to that had ended by then, in the order of adding.
+        outcomes: what the streams came to that had ended by then, in the order of adding; none of a job,
+            whose rows are in its output.
         unfinished: ids of the others, which were cancelled or never begun, in the order of adding.
     """
 

@@ -188,12 +188,6 @@ class Job:
         if outcome.is_outage:
             return outcome
         await self._writing.run(partial(self._write, row, ids, outcome, baseline))
-        if baseline is not None and not baseline.is_ok:
-            outcome = replace(outcome, error=baseline.error)
-        self.counts.done += outcome.is_ok
-        self.counts.failed += not outcome.is_ok
-        self._tally.add(outcome)
-        self._through += row.size
         self._moved()
         return outcome
 
@@ -242,6 +236,13 @@ class Job:
             text_model=model if isinstance(model, TextModel) else None,
         )
         self._output.append(encode_row(answer))
+        # Here, because a row counts that was written for a caller who had been cancelled.
+        if baseline is not None and not baseline.is_ok:
+            outcome = replace(outcome, error=baseline.error)
+        self.counts.done += outcome.is_ok
+        self.counts.failed += not outcome.is_ok
+        self._tally.add(outcome)
+        self._through += row.size
 
     def _stopped(self, outage: StreamOutcome) -> BatchStoppedError:
         party = party_of(outage.error)

@@ -65,11 +65,17 @@ class Command:
 
     def until_lines(self, path: Path, count: int, seconds: float = 60.0) -> None:
         """Wait until ``path`` has ``count`` lines, or the command has ended."""
-        end = time.monotonic() + seconds
+        end, seen, offset = time.monotonic() + seconds, 0, 0
         while self.is_running and time.monotonic() < end:
-            if path.exists() and path.read_bytes().count(b"\n") >= count:
+            if path.exists():
+                with path.open("rb") as file:
+                    file.seek(offset)
+                    new = file.read()
+                offset += len(new)
+                seen += new.count(b"\n")
+            if seen >= count:
                 return
-            time.sleep(0.002)
+            time.sleep(0.005)
         assert time.monotonic() < end, self.errors.read_text()
 
     def close(self) -> None:

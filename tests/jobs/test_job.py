@@ -345,6 +345,7 @@ async def test_a_row_that_is_being_written_is_whole_when_a_cancelled_job_is_over
     with pytest.raises(asyncio.CancelledError):
         await task
     assert [row["id"] for row in folder.rows] == [0]
+    assert folder.job.counts.done == folder.job.report().completed == 1
 
 
 async def test_an_output_that_cannot_be_written_ends_the_job(

@@ -31,8 +31,8 @@ async def main(prompts, output):
         peaks = {}
 
         def moved():
-            through = job.counts.done
-            if through % 10_000 == 0 and through:
+            through = job.counts.done // 10_000 * 10_000
+            if through not in peaks:
                 peaks[through] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
         servers = Servers(context=None, engine=engine, model="m", load_tokenizer=nothing)
@@ -71,5 +71,5 @@ def test_peak_memory_is_that_of_a_tenth_of_the_rows(tmp_path: Path) -> None:
     counts, _, peak_again, _, _ = again
     assert counts == [0, _ROWS]
     assert peak_again - peak < _MOST_GROWTH
-    ids = {json.loads(line)["id"] for line in (tmp_path / "out.jsonl").read_text().splitlines()}
-    assert len(ids) == _ROWS
+    with (tmp_path / "out.jsonl").open("rb") as output:
+        assert sum(1 for _ in output) == _ROWS
