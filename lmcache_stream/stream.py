@@ -28,7 +28,10 @@ __all__ = ["AsyncLMCacheStream", "create_request"]
 T = TypeVar("T")
 
 _NOT_READY = "Does the engine run with LMCacheMPConnector on this LMCache, and was there room for it all?"
-_NOT_PREFILLED = 'This stream ran no pass yet: first `await stream.generate({"max_tokens": 1})`'
+_NOT_PREFILLED = (
+    "This stream ran no pass yet: unless another one prefilled the prompt, first "
+    '`await stream.generate({"max_tokens": 1})`'
+)
 
 
 class AsyncLMCacheStream:

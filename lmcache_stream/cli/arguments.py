@@ -8,6 +8,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 __all__ = [
+    "API_KEY",
     "DEFAULT",
     "HOST",
     "Commands",
@@ -21,6 +22,8 @@ __all__ = [
 ]
 
 HOST = "127.0.0.1"
+API_KEY = "VLLM_API_KEY"
+"""The environment variable that holds vLLM's API key; `vllm serve` reads the same."""
 DEFAULT = "(default: %(default)s)"
 T = TypeVar("T")
 

@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 from ..errors import InvalidRequestError
-from .arguments import DEFAULT, Commands, add_command, checked
+from .arguments import API_KEY, DEFAULT, Commands, add_command, checked
 
 if TYPE_CHECKING:
     from ..doctor import Targets
@@ -23,7 +23,6 @@ _URLS = {
     "cache_url": "tcp://localhost:5555",
     "http_url": "http://localhost:8080",
 }
-_KEY = "VLLM_API_KEY"
 _seconds = checked(float, lambda number: 0 < number < float("inf"), "a number of seconds above 0")
 
 
@@ -36,7 +35,7 @@ def add_doctor(commands: Commands) -> None:
     add("--http-url", metavar="URL", help=f"LMCache's --http-port (default: {_URLS['http_url']})")
     add("--model", metavar="NAME", help="served name (default: the only one that vLLM serves)")
     add("--model-path", metavar="PATH", help="folder or Hub id of its config (default: vLLM's path of it)")
-    add("--api-key", metavar="KEY", help=f"vLLM's (default: ${_KEY})")
+    add("--api-key", metavar="KEY", help=f"vLLM's (default: of {API_KEY})")
     add("--timeout", type=_seconds, default=180.0, metavar="S", help=f"seconds for all checks {DEFAULT}")
     add("--json", action="store_true", help="write the results as JSON to stdout, all else to stderr")
     add(
@@ -75,7 +74,7 @@ async def _targets(arguments: argparse.Namespace) -> AsyncIterator[Targets]:
             **{**_URLS, **given},
             model=arguments.model,
             model_path=arguments.model_path,
-            api_key=arguments.api_key or os.environ.get(_KEY) or None,
+            api_key=arguments.api_key or os.environ.get(API_KEY) or None,
         )
         return
     if given or arguments.model_path or arguments.api_key:

@@ -13,8 +13,7 @@ from typing import Any
 from .._background import to_the_end
 from .._workers import Workers
 from ..batch.limits import descriptor_limit
-from ..dropping import HFQueries
-from ..dropping.policy import DropPolicy
+from ..dropping import HFQueries, Policy
 from ..errors import InvalidRequestError
 from ..jobs import Job, Output, Plan, Servers, Source
 from ..jobs.records import described
@@ -34,7 +33,7 @@ class Settings:
 
     prompts: str
     output: Path
-    policy: DropPolicy | None
+    policy: Policy | None
     sampling_params: Mapping[str, Any]
     addresses: Addresses | None
     resume: bool = False

@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import InvalidRequestError
-from .arguments import DEFAULT, Commands, add_command, checked, count, share
+from .arguments import API_KEY, DEFAULT, Commands, add_command, checked, count, share
 
-__all__ = ["API_KEY", "add_run"]
+__all__ = ["add_run"]
 
-API_KEY = "LMCACHE_STREAM_API_KEY"
 _MAX_TOKENS = 256
 _TEMPERATURE = 0.0
 
@@ -64,6 +63,7 @@ def add_run(commands: Commands) -> None:
     edit(
         "--window", type=_tokens, metavar="N", help="last tokens that are always kept (default: the policy's)"
     )
+    edit("--run", type=count, metavar="N", help="keep or drop runs of N tokens (default: single tokens)")
     edit("--queries-model", metavar="MODEL", help="computes queries (default: the model itself)")
     edit("--baseline", action="store_true", help="also decode from the whole KV")
 
@@ -106,7 +106,7 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> Coro
         parser.error("--engine-url needs --model, the model's name in vLLM's API")
     if (arguments.ratio is None) == (arguments.budget is None) and arguments.policy != NO_POLICY:
         parser.error(f"--policy {arguments.policy} needs either --ratio or --budget")
-    options = {name: getattr(arguments, name) for name in ("ratio", "budget", "sinks", "window")}
+    options = {name: getattr(arguments, name) for name in ("ratio", "budget", "sinks", "window", "run")}
     try:
         policy = make_policy(arguments.policy, **options)
         params = checked_sampling_params(_sampling(parser, arguments))

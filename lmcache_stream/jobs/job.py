@@ -199,11 +199,7 @@ class Job:
             first = await self._carry_out(self._open(ids), self._first)
             if not first.is_ok:
                 return replace(first, token_ids=(), text="", queue_time=0.0)
-        stream = self._open(ids)
-        if first is not None:
-            # The other one has sent this prompt: an edit that finds no KV must not ask for a prefill.
-            stream._state.sent = len(ids)
-        answer = await self._carry_out(stream, self._answer)
+        answer = await self._carry_out(self._open(ids), self._answer)
         return replace(
             answer,
             phases=(*(first.phases if first is not None else ()), *answer.phases),

@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..dropping import RKV, TOVA, KeyDiff, KNorm, RandomDrop, SnapKV, StreamingLLM
+from ..dropping import (
+    RKV,
+    TOVA,
+    KeyDiff,
+    KNorm,
+    Policy,
+    RandomDrop,
+    SnapKV,
+    StreamingLLM,
+    ValueDiff,
+    WholeChunks,
+)
 from ..dropping.policy import DropPolicy
 from ..errors import InvalidRequestError
 
@@ -16,17 +27,19 @@ POLICIES: dict[str, type[DropPolicy]] = {
     "streaming-llm": StreamingLLM,
     "knorm": KNorm,
     "keydiff": KeyDiff,
+    "valuediff": ValueDiff,
     "tova": TOVA,
     "snapkv": SnapKV,
     "rkv": RKV,
 }
 
 
-def make_policy(name: str, **options: Any) -> DropPolicy | None:
+def make_policy(name: str, *, run: int | None = None, **options: Any) -> Policy | None:
     """Make a policy; None for ``none``.
 
     Args:
         name: one of ``POLICIES``, or ``none``.
+        run: tokens that are kept or dropped together; see ``WholeChunks``.
         options: fields of the policy; those that are None are as usual.
 
     Raises:
@@ -34,7 +47,10 @@ def make_policy(name: str, **options: Any) -> DropPolicy | None:
     """
     given = {option: value for option, value in options.items() if value is not None}
     if name != NO_POLICY:
-        return POLICIES[name](**given)
+        policy = POLICIES[name](**given)
+        return policy if run is None else WholeChunks(policy, run)
+    if run is not None:
+        given["run"] = run
     if given:
         raise InvalidRequestError(f"{', '.join(given)}: there is nothing to choose without a policy")
     return None

@@ -11,7 +11,7 @@ import msgspec
 
 from .._state import EditReport
 from ..batch.outcome import StreamOutcome
-from ..dropping import Policy
+from ..dropping import Policy, WholeChunks
 from ..dropping.policy import DropPolicy
 from .prompts import PromptRow
 from .tokens import TextModel
@@ -69,6 +69,8 @@ def is_beginning(text: bytes) -> bool:
 
 def described(policy: Policy | None) -> str | None:
     """Return a policy as text: its share or budget, what it always keeps, and what is not as usual."""
+    if isinstance(policy, WholeChunks):
+        return f"WholeChunks({described(policy.policy)}, {policy.size})"
     if not isinstance(policy, DropPolicy):
         return None if policy is None else repr(policy)
     usual = {each.name for each in fields(DropPolicy)}

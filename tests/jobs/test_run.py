@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from lmcache_stream.cli import main
-from lmcache_stream.cli.run import API_KEY
+from lmcache_stream.cli.arguments import API_KEY
 from lmcache_stream.completions import VLLMCompletions
 from lmcache_stream.embedded.sync import EmbeddedStack
 from lmcache_stream.jobs.output import Output
@@ -21,6 +21,7 @@ from .conftest import files, rows_of, where, write_prompts
 from .rows import row
 
 TEXT = "the ferry ü came 三 back; " * 4
+SHOWN = "WholeChunks(SnapKV(budget=64, sinks=1, window=8), 4)"
 SMALL = ["--sinks", "1", "--window", "8", "--max-tokens", "3"]
 FIELDS = {
     "id",
@@ -56,7 +57,17 @@ def test_every_policy_gives_whole_rows(
     stack: EmbeddedStack, tmp_path: Path, prompts: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     names = [NO_POLICY, *POLICIES]
-    assert names == ["none", "random", "streaming-llm", "knorm", "keydiff", "tova", "snapkv", "rkv"]
+    assert names == [
+        "none",
+        "random",
+        "streaming-llm",
+        "knorm",
+        "keydiff",
+        "valuediff",
+        "tova",
+        "snapkv",
+        "rkv",
+    ]
     for name in names:
         output = tmp_path / "out.jsonl"
         code = main(command(tmp_path, stack, "--baseline", policy=name))
@@ -96,16 +107,16 @@ def test_the_embedded_stack_comes_with_the_command(
 ) -> None:
     embedded = ["--embedded", "--model", str(tiny), "--policy", "snapkv", "--budget", "64", *SMALL]
     report = tmp_path / "report.json"
-    arguments = ["run", *files(tmp_path), *embedded, "--report", str(report)]
+    arguments = ["run", *files(tmp_path), *embedded, "--run", "4", "--report", str(report)]
     assert main(arguments) == 0, capsys.readouterr().err
     rows = rows_of(tmp_path / "out.jsonl")
-    assert {one["policy"] for one in rows} == {"SnapKV(budget=64, sinks=1, window=8)"}
+    assert {one["policy"] for one in rows} == {SHOWN}
     assert {one["model"] for one in rows} == {str(tiny)}
     assert all(one["kv"]["tokens_after"] == 64 for one in rows)
     figures = json.loads(report.read_text())
     assert figures["rows"] == {"done": 4, "failed": 0, "skipped": 0, "bad": 0}
     assert (figures["mode"], figures["completed"], figures["ttft"]["count"]) == ("run", 4, 4)
-    assert figures["configuration"]["policy"] == "SnapKV(budget=64, sinks=1, window=8)"
+    assert figures["configuration"]["policy"] == SHOWN
 
 
 def test_rows_that_the_engine_refuses_are_rows_and_the_exit_code_tells(
