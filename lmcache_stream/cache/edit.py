@@ -96,16 +96,15 @@ def drop_into(
     if codec.is_strided:
         return _drop_in_place(sources, target, pieces, codec, geometry)
     sums = torch.zeros(2, dtype=torch.int64)
-    keys, values = torch.empty((2, size, geometry.num_kv_heads, geometry.head_size), dtype=geometry.dtype)
-    for layer in range(geometry.num_layers):
+    for layers in codec.layer_groups(target):
+        shape = (2, layers.stop - layers.start, size, geometry.num_kv_heads, geometry.head_size)
+        keys, values = torch.empty(shape, dtype=geometry.dtype)
         for piece in pieces:
-            old_keys, old_values = codec.load_layer(sources[piece.source], layer, geometry)
-            piece.move.apply(old_keys, keys[piece.where])
-            _take(old_values, piece.rows, values[piece.where], dim=0)
+            piece.fill(*codec.load_layers(sources[piece.source], layers, geometry), keys, values)
         for place, plane in enumerate((keys, values)):
-            _check_finite(plane[None], first_layer=layer)
+            _check_finite(plane, first_layer=layers.start)
             sums[place] += plane_print(plane)
-        codec.save_layer(keys, values, target, layer, geometry)
+        codec.save_layers(keys, values, target, layers, geometry)
     return sums
 
 
@@ -118,6 +117,19 @@ class _Piece:
     where: slice
     move: KeyMove
 
+    def fill(self, old_keys: Tensor, old_values: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Fill the rows of some layers, each tensor ``[n, c, heads, head_size]``.
+
+        What is only copied goes in one operation for all layers, so that side by side little time passes in
+        Python.
+        """
+        _take(old_values, self.rows, values[:, self.where], dim=1)
+        if self.move.is_still:
+            _take(old_keys, self.rows, keys[:, self.where], dim=1)
+            return
+        for old, new in zip(old_keys, keys[:, self.where], strict=True):
+            self.move.apply(old, new)
+
 
 def _drop_in_place(
     sources: Sequence[Tensor],
@@ -126,18 +138,10 @@ def _drop_in_place(
     codec: LayoutCodec,
     geometry: KVGeometry,
 ) -> Tensor:
-    """Do ``drop_into`` between views of the chunks: what is only copied goes in one operation for all layers,
-    so that side by side little time passes in Python.
-    """
+    """Do ``drop_into`` between views of the chunks."""
     keys, values = codec.planes(target, geometry)
     for piece in pieces:
-        old_keys, old_values = codec.planes(sources[piece.source], geometry)
-        _take(old_values, piece.rows, values[:, piece.where], dim=1)
-        if piece.move.is_still:
-            _take(old_keys, piece.rows, keys[:, piece.where], dim=1)
-            continue
-        for old, new in zip(old_keys, keys[:, piece.where], strict=True):
-            piece.move.apply(old, new)
+        piece.fill(*codec.planes(sources[piece.source], geometry), keys, values)
     for plane in (keys, values):
         _check_finite(plane)
     return torch.stack([plane_print(keys), plane_print(values)])

@@ -11,6 +11,7 @@ from torch import Tensor
 from lmcache_stream.cache import layouts
 from lmcache_stream.cache.edit import drop_into, drop_tokens
 from lmcache_stream.cache.geometry import KVGeometry
+from lmcache_stream.cache.layouts import cpu_blocks
 from lmcache_stream.cache.prints import fingerprint
 from lmcache_stream.errors import GeometryError, InvalidRequestError, LayoutError
 from lmcache_stream.rope import Pairing, RopeConfig
@@ -188,6 +189,9 @@ def test_chunk_by_chunk_gives_the_same_bits(
     kept = torch.tensor(CHUNKED[case])
     wanted, _ = drop_tokens(kv, range(256), kept, rope)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1 if threads == "one" else 2)
+    if threads == "several":
+        # A layer at a time, as of large models; else all at once.
+        monkeypatch.setattr(cpu_blocks, "_BUFFER_BYTES", 1)
     codec = layouts.get(layout)
     for index, chunk in enumerate(chunks_of(wanted, geometry)):
         target = torch.full_like(chunk, torch.nan)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from typing import ClassVar
 
 from torch import Tensor
@@ -76,20 +77,30 @@ class LayoutCodec(ABC):
         """View ``chunk`` as K and V, each ``[L, c, num_kv_heads, head_size]``; only where ``is_strided``."""
         raise LayoutError(f"layout {self.name}: there are no K and V to view")
 
-    def load_layer(self, chunk: Tensor, layer: int, geometry: KVGeometry) -> tuple[Tensor, Tensor]:
-        """Return K and V of one layer, each ``[c, num_kv_heads, head_size]``.
+    def layer_groups(self, chunk: Tensor) -> Iterator[slice]:
+        """Yield the layers of ``chunk`` that are best read or written together; all of them in order."""
+        yield slice(0, len(chunk))
 
-        Views of ``chunk`` where ``is_strided``, else copies, which ``save_layer`` writes back.
+    def load_layers(self, chunk: Tensor, layers: slice, geometry: KVGeometry) -> tuple[Tensor, Tensor]:
+        """Return K and V of ``n`` layers, each ``[n, c, num_kv_heads, head_size]``.
+
+        Views of ``chunk`` where ``is_strided``, else copies, which ``save_layers`` writes back.
         """
         keys, values = self.planes(chunk, geometry)
-        return keys[layer], values[layer]
+        return keys[layers], values[layers]
 
-    def save_layer(
-        self, keys: Tensor, values: Tensor, chunk: Tensor, layer: int, geometry: KVGeometry
+    def save_layers(
+        self, keys: Tensor, values: Tensor, chunk: Tensor, layers: slice, geometry: KVGeometry
     ) -> None:
-        """Write one layer's K and V into ``chunk``, as ``load_layer`` reads them."""
-        for source, target in zip((keys, values), self.load_layer(chunk, layer, geometry), strict=True):
+        """Write K and V of some layers into ``chunk``, as ``load_layers`` reads them."""
+        loaded = self.load_layers(chunk, layers, geometry)
+        for source, target in zip((keys, values), loaded, strict=True):
             target.copy_(source)
+
+    def load_layer(self, chunk: Tensor, layer: int, geometry: KVGeometry) -> tuple[Tensor, Tensor]:
+        """Return K and V of one layer, each ``[c, num_kv_heads, head_size]``; see ``load_layers``."""
+        keys, values = self.load_layers(chunk, slice(layer, layer + 1), geometry)
+        return keys[0], values[0]
 
     def kv_shape(self, geometry: KVGeometry, num_tokens: int) -> tuple[int, int, int, int]:
         """Return the library's own shape for that many tokens."""

@@ -9,6 +9,7 @@ head_size]``.
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Iterator
 from typing import ClassVar
 
 import torch
@@ -19,9 +20,12 @@ from .base import LayoutCodec, split_heads
 
 __all__ = ["CPUBlocks"]
 
+# Of small models many layers fit into a processor's cache, and an operation costs more than its work.
+_BUFFER_BYTES = 1 << 20
+
 
 class CPUBlocks(LayoutCodec):
-    """A layer at a time through a small buffer, as no strides of a chunk describe the interior."""
+    """Some layers at a time through a small buffer, as no strides of a chunk describe the interior."""
 
     single_plane: ClassVar[bool] = True
     is_strided: ClassVar[bool] = False
@@ -38,56 +42,65 @@ class CPUBlocks(LayoutCodec):
     def _values(self, half: Tensor, geometry: KVGeometry) -> Tensor:
         """View the V half in the same way."""
 
-    def load_layer(self, chunk: Tensor, layer: int, geometry: KVGeometry) -> tuple[Tensor, Tensor]:
+    def layer_groups(self, chunk: Tensor) -> Iterator[slice]:
+        """Yield layers that one buffer takes together; see the base class."""
+        count = max(1, _BUFFER_BYTES // max(1, chunk[0].nbytes))
+        for start in range(0, len(chunk), count):
+            yield slice(start, min(start + count, len(chunk)))
+
+    def load_layers(self, chunk: Tensor, layers: slice, geometry: KVGeometry) -> tuple[Tensor, Tensor]:
         """Return copies of both halves; see the base class."""
-        flat = torch.empty((2, chunk.shape[1], geometry.hidden_size), dtype=chunk.dtype, device=chunk.device)
-        self._decode_layer(chunk[layer], flat[0], flat[1], geometry)
+        part = chunk[layers]
+        shape = (2, *part.shape[:2], geometry.hidden_size)
+        flat = torch.empty(shape, dtype=chunk.dtype, device=chunk.device)
+        self._decode_layers(part, flat[0], flat[1], geometry)
         return split_heads(flat[0], geometry), split_heads(flat[1], geometry)
 
-    def save_layer(
-        self, keys: Tensor, values: Tensor, chunk: Tensor, layer: int, geometry: KVGeometry
+    def save_layers(
+        self, keys: Tensor, values: Tensor, chunk: Tensor, layers: slice, geometry: KVGeometry
     ) -> None:
         """Write both halves; see the base class."""
-        self._encode_layer(keys.flatten(1), values.flatten(1), chunk[layer], geometry)
+        self._encode_layers(keys.flatten(2), values.flatten(2), chunk[layers], geometry)
 
     def _decode(self, chunk: Tensor, out: Tensor, geometry: KVGeometry) -> None:
-        for layer in range(geometry.num_layers):
-            self._decode_layer(chunk[layer], out[0, layer], out[1, layer], geometry)
+        for layers in self.layer_groups(chunk):
+            self._decode_layers(chunk[layers], out[0, layers], out[1, layers], geometry)
 
     def _encode(self, kv: Tensor, chunk: Tensor, geometry: KVGeometry) -> None:
-        for layer in range(geometry.num_layers):
-            self._encode_layer(kv[0, layer], kv[1, layer], chunk[layer], geometry)
+        for layers in self.layer_groups(chunk):
+            self._encode_layers(kv[0, layers], kv[1, layers], chunk[layers], geometry)
 
-    def _decode_layer(self, layer: Tensor, keys: Tensor, values: Tensor, geometry: KVGeometry) -> None:
-        rows, planes = self._buffer(layer, geometry)
-        rows.copy_(_chunk_rows(layer, geometry))
+    def _decode_layers(self, part: Tensor, keys: Tensor, values: Tensor, geometry: KVGeometry) -> None:
+        rows, planes = self._buffer(part, geometry)
+        rows.copy_(_chunk_rows(part, geometry))
         for source, target in zip(planes, (keys, values), strict=True):
             _by_blocks(target, source).copy_(source)
 
-    def _encode_layer(self, keys: Tensor, values: Tensor, layer: Tensor, geometry: KVGeometry) -> None:
-        rows, planes = self._buffer(layer, geometry)
+    def _encode_layers(self, keys: Tensor, values: Tensor, part: Tensor, geometry: KVGeometry) -> None:
+        rows, planes = self._buffer(part, geometry)
         for source, target in zip((keys, values), planes, strict=True):
             target.copy_(_by_blocks(source, target))
-        _chunk_rows(layer, geometry).copy_(rows)
+        _chunk_rows(part, geometry).copy_(rows)
 
-    def _buffer(self, layer: Tensor, geometry: KVGeometry) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """Return room for one layer in the engine's order, as LMCache's rows and as K and V."""
+    def _buffer(self, part: Tensor, geometry: KVGeometry) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """Return room for some layers in the engine's order, as LMCache's rows and as K and V."""
         heads, half = geometry.num_kv_heads, geometry.block_size * geometry.head_size
-        blocks = layer.shape[0] // geometry.block_size
-        buffer = torch.empty((blocks, heads, 2, half), dtype=layer.dtype, device=layer.device)
-        rows = buffer.view(blocks, heads, geometry.block_size, 2 * geometry.head_size)
+        layers, blocks = part.shape[0], part.shape[1] // geometry.block_size
+        buffer = torch.empty((layers * blocks, heads, 2, half), dtype=part.dtype, device=part.device)
+        rows = buffer.view(layers, blocks, heads, geometry.block_size, 2 * geometry.head_size)
         planes = self._keys(buffer[:, :, 0], geometry), self._values(buffer[:, :, 1], geometry)
-        return rows, planes
+        keys, values = (plane.view(layers, blocks, *plane.shape[1:]) for plane in planes)
+        return rows, (keys, values)
 
 
-def _chunk_rows(layer: Tensor, geometry: KVGeometry) -> Tensor:
-    """View ``[c, heads * 2 * head_size]`` as ``[blocks, heads, block_size, 2 * head_size]``."""
-    shape = (-1, geometry.block_size, geometry.num_kv_heads, 2 * geometry.head_size)
-    return layer.view(shape).transpose(1, 2)
+def _chunk_rows(part: Tensor, geometry: KVGeometry) -> Tensor:
+    """View ``[n, c, heads * 2 * head_size]`` as ``[n, blocks, heads, block_size, 2 * head_size]``."""
+    shape = (len(part), -1, geometry.block_size, geometry.num_kv_heads, 2 * geometry.head_size)
+    return part.view(shape).transpose(2, 3)
 
 
 def _by_blocks(plane: Tensor, interior: Tensor) -> Tensor:
-    """View ``[c, D]`` of the library's form with the axes of ``interior``."""
-    blocks, heads, *tokens_and_dims = interior.shape
-    split = plane.view(blocks, *tokens_and_dims[:2], heads, *tokens_and_dims[2:])
-    return split.movedim(3, 1)
+    """View ``[n, c, D]`` of the library's form with the axes of ``interior``."""
+    layers, blocks, heads, *tokens_and_dims = interior.shape
+    split = plane.view(layers, blocks, *tokens_and_dims[:2], heads, *tokens_and_dims[2:])
+    return split.movedim(4, 2)

@@ -18,9 +18,9 @@ class Queries(MLA):
 
     name: ClassVar[str] = "queries"
 
-    def load_layer(self, chunk: Tensor, layer: int, geometry: KVGeometry) -> tuple[Tensor, Tensor]:
+    def load_layers(self, chunk: Tensor, layers: slice, geometry: KVGeometry) -> tuple[Tensor, Tensor]:
         """Return a view of the queries, in both places: there is no second plane."""
-        rows = split_heads(chunk[layer], geometry)
+        rows = split_heads(chunk[layers], geometry)
         return rows, rows
 
     def _encode(self, kv: Tensor, chunk: Tensor, geometry: KVGeometry) -> None:
