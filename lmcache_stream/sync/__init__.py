@@ -5,6 +5,7 @@ Works in a plain script, in threads, and in a notebook whose own loop is running
 
 from .._editing import KVEdit
 from .._state import EditReport
+from .._version import __version__
 from ..batch import BatchReport, PhaseOutcome, StreamOutcome
 from ..cache.geometry import KVGeometry
 from ..cache.stores import StoreResult
@@ -83,6 +84,7 @@ __all__ = [
     "TokenEvent",
     "TruncatedStreamError",
     "VLLMCompletions",
+    "__version__",
     "connect",
     "create_request",
     "keep",

@@ -11,7 +11,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-from document_service import MAX_BODY, DocumentService, Limits, Problem
+from document_service import MAX_BODY, DocumentService, Limits, Problem, service
 from document_service.prompt import DocumentPrompt
 from serving import Servers
 
@@ -277,7 +277,11 @@ async def test_what_runs_longer_is_ended_with_an_error(module: ModuleType, model
     assert figures["document_requests_total{stopped}"] == 1
 
 
-async def test_a_client_that_reads_nothing_is_left_after_a_while(model: CausalModel) -> None:
+async def test_a_client_that_reads_nothing_is_left_after_a_while(
+    model: CausalModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # However few tokens the model has to say.
+    monkeypatch.setattr(service, "_BUFFERED", 4)
     limits = Limits(stall=0.2)
     async with serving(MODULES[0], model, limits) as served:
         with pytest.raises(ConnectionResetError):
