@@ -166,16 +166,17 @@ def test_help_begins_with_what_it_is() -> None:
     assert "--engine-url" in output
 
 
-def test_ctrl_c_ends_it_quietly(model: CausalModel) -> None:
-    command = [
-        sys.executable,
-        str(EXAMPLES / "random_drop.py"),
-        "--model",
-        model.name,
-        "--max-tokens",
-        "2000",
-    ]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as running:
+def with_sigint() -> None:
+    # A test run in the background has SIGINT ignored, and its children inherit that.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def test_ctrl_c_ends_it_quietly(endless_folder: Path) -> None:
+    script = str(EXAMPLES / "random_drop.py")
+    command = [sys.executable, script, "--model", str(endless_folder), "--max-tokens", "2000"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=with_sigint
+    ) as running:
         assert running.stdout is not None
         while b"--- from the whole KV" not in running.stdout.readline():
             assert running.poll() is None
