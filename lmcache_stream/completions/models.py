@@ -11,7 +11,7 @@ from .endpoint import Endpoint
 from .exchange import Request, ask, new_session
 from .params import request_headers
 
-__all__ = ["ServedModel", "find_model"]
+__all__ = ["ServedModel", "find_model", "served_models"]
 
 _TIME = 10.0
 
@@ -21,10 +21,12 @@ class ServedModel:
     """A model of ``/v1/models``.
 
     Attributes:
-        root: its path in the engine, which is its name in LMCache.
+        name: in the API.
+        root: its path in the engine, which is its name in LMCache; the name where the engine does not say.
         max_model_len: its longest sequence in tokens; None where the engine does not say.
     """
 
+    name: str
     root: str
     max_model_len: int | None
 
@@ -37,6 +39,19 @@ class _Card(msgspec.Struct):
 
 class _List(msgspec.Struct):
     data: list[_Card]
+
+
+def served_models(body: bytes) -> list[ServedModel]:
+    """Read the body of an answer to ``/v1/models``.
+
+    Raises:
+        ValueError: it is no list of models.
+    """
+    try:
+        cards = msgspec.json.decode(body, type=_List).data
+    except RecursionError as error:
+        raise ValueError("its JSON is nested too deeply") from error
+    return [ServedModel(card.id, card.root or card.id, card.max_model_len) for card in cards]
 
 
 async def find_model(base_url: str, model: str, *, api_key: str | None = None) -> ServedModel:
@@ -53,13 +68,13 @@ async def find_model(base_url: str, model: str, *, api_key: str | None = None) -
     async with new_session() as session:
         body = await ask(session, request, _TIME)
     try:
-        cards = msgspec.json.decode(body, type=_List).data
-    except msgspec.MsgspecError as error:
+        models = served_models(body)
+    except ValueError as error:
         raise EngineStreamError(
             f"{request.where}: the answer is no list of models ({error}): is this vLLM's address?"
         ) from error
-    for card in cards:
-        if card.id == model:
-            return ServedModel(card.root or card.id, card.max_model_len)
-    served = ", ".join(card.id for card in cards) or "none"
+    for each in models:
+        if each.name == model:
+            return each
+    served = ", ".join(each.name for each in models) or "none"
     raise InvalidRequestError(f"the engine at {endpoint.root} serves no model {model!r}; it serves: {served}")

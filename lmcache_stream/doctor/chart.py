@@ -17,6 +17,8 @@ from ..cache.model_config import ModelConfig
 from ..cache.requests import RequestClient
 from ..completions import VLLMCompletions
 from ..completions.endpoint import Endpoint
+from ..completions.models import ServedModel
+from ..completions.params import request_headers
 from ..errors import InvalidRequestError
 from .web import Answer
 
@@ -39,7 +41,7 @@ class Targets:
         api_key: of the engine.
 
     Raises:
-        InvalidRequestError: a URL without scheme, host or port.
+        InvalidRequestError: a URL without scheme, host or port, or a key that no header can hold.
     """
 
     engine_url: str = "http://localhost:8000"
@@ -54,11 +56,12 @@ class Targets:
         object.__setattr__(self, "http_url", checked_url(self.http_url, ("http", "https"), "http_url"))
         engine_url = checked_url(self.engine_url, ("http", "https"), "engine_url")
         object.__setattr__(self, "engine_url", Endpoint.of(engine_url).root)
+        request_headers(self.api_key, None)
 
     @property
-    def login(self) -> dict[str, str]:
-        """The headers that the engine wants."""
-        return {} if self.api_key is None else {"Authorization": f"Bearer {self.api_key}"}
+    def headers(self) -> dict[str, str]:
+        """The headers of a question to the engine."""
+        return {**request_headers(self.api_key, None), "Accept": "application/json"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,21 +86,6 @@ class Deadlines:
         for name in ("answer", "completion", "offload", "transfer", "total"):
             if checked_seconds(getattr(self, name), f"deadlines: {name}") == 0:
                 raise InvalidRequestError(f"deadlines: {name} must be a positive number of seconds")
-
-
-@dataclass(frozen=True, slots=True)
-class ServedModel:
-    """One entry of vLLM's ``/v1/models``.
-
-    Attributes:
-        name: in the API.
-        root: the model's path, which is its name in LMCache; the name where the engine does not say.
-        max_model_len: the longest sequence in tokens, where the engine says.
-    """
-
-    name: str
-    root: str
-    max_model_len: int | None
 
 
 def fresh_salts() -> tuple[str, str, str]:

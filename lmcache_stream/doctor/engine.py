@@ -9,8 +9,9 @@ import msgspec
 
 from .._listener import listener_at
 from ..completions import CompletionTimeouts, FinishEvent, TokenEvent, VLLMCompletions
+from ..completions.models import served_models
 from ..errors import EngineConnectError, EngineError, EngineStatusError, EngineStreamError
-from .chart import Chart, ServedModel, known
+from .chart import Chart, known
 from .places import ENGINE
 from .results import Finding, failed, ok, warning
 from .web import Answer, NoAnswer, get, identify
@@ -24,16 +25,6 @@ _SHORT_PROMPT = 24
 _DRAIN_SECONDS = 5.0
 
 
-class _Card(msgspec.Struct):
-    id: str
-    root: str | None = None
-    max_model_len: int | None = None
-
-
-class _Cards(msgspec.Struct):
-    data: list[_Card]
-
-
 class _Version(msgspec.Struct):
     version: str
 
@@ -41,7 +32,7 @@ class _Version(msgspec.Struct):
 async def reachable(chart: Chart) -> Finding:
     """Something speaks HTTP there."""
     root, deadline = chart.targets.engine_url, chart.deadlines.answer
-    answer = await get(f"{root}/v1/models", deadline=deadline, headers=chart.targets.login)
+    answer = await get(f"{root}/v1/models", deadline=deadline, headers=chart.targets.headers)
     if isinstance(answer, NoAnswer):
         return ENGINE.vacant(root, await listener_at(root, deadline=deadline), answer.reason)
     chart.models = answer
@@ -56,13 +47,12 @@ async def api(chart: Chart) -> Finding:
         given = "refuses this API key" if chart.targets.api_key else "wants an API key"
         return failed(f"GET {root}/v1/models: {answer}: it {given}", "give --api-key the one of vLLM")
     try:
-        cards = msgspec.convert(answer.object, type=_Cards).data
-    except msgspec.ValidationError:
+        chart.served = served_models(answer.body if answer.status == 200 else b"")
+    except ValueError:
         if answer.status >= 500:
             return failed(f"GET {root}/v1/models: {answer}", "vLLM is starting or has failed: see its log")
         return ENGINE.mistaken(root, await identify(root, deadline=deadline))
-    chart.served = [ServedModel(card.id, card.root or card.id, card.max_model_len) for card in cards]
-    said = await get(f"{root}/version", deadline=deadline, headers=chart.targets.login)
+    said = await get(f"{root}/version", deadline=deadline, headers=chart.targets.headers)
     try:
         version = msgspec.convert(said.object if isinstance(said, Answer) else {}, type=_Version).version
     except msgspec.ValidationError:

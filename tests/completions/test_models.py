@@ -28,7 +28,7 @@ def answering(body: Any, status: str = "200 OK", seen: list[Any] | None = None) 
 
 @pytest.mark.parametrize(
     ("name", "model"),
-    [("small", ServedModel("/models/small", 512)), ("bare", ServedModel("bare", None))],
+    [("small", ServedModel("small", "/models/small", 512)), ("bare", ServedModel("bare", "bare", None))],
 )
 async def test_a_model_is_found_by_its_name(name: str, model: ServedModel) -> None:
     seen: list[Any] = []
