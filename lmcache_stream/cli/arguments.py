@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 __all__ = [
     "API_KEY",
+    "CACHE_URL",
     "DEFAULT",
     "HOST",
+    "HTTP_URL",
     "Commands",
     "add_command",
     "answer_length",
+    "api_key",
     "checked",
     "count",
     "port",
@@ -22,6 +26,7 @@ __all__ = [
 ]
 
 HOST = "127.0.0.1"
+CACHE_URL, HTTP_URL = "tcp://localhost:5555", "http://localhost:8080"
 API_KEY = "VLLM_API_KEY"
 """The environment variable that holds vLLM's API key; `vllm serve` reads the same."""
 DEFAULT = "(default: %(default)s)"
@@ -47,6 +52,11 @@ def add_command(commands: Commands, name: str, summary: str, prepare: Prepare) -
     )
     command.set_defaults(prepare=prepare)
     return command
+
+
+def api_key(arguments: argparse.Namespace) -> str | None:
+    """Return vLLM's API key: ``--api-key``, else that of the environment; an empty one is none."""
+    return arguments.api_key or os.environ.get(API_KEY) or None
 
 
 def checked(kind: Callable[[str], T], is_right: Callable[[T], bool], rule: str) -> Callable[[str], T]:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 from ..errors import InvalidRequestError
-from .arguments import API_KEY, DEFAULT, Commands, add_command, checked
+from .arguments import API_KEY, CACHE_URL, DEFAULT, HTTP_URL, Commands, add_command, api_key, checked
 
 if TYPE_CHECKING:
     from ..doctor import Targets
@@ -20,8 +19,8 @@ __all__ = ["add_doctor"]
 
 _URLS = {
     "engine_url": "http://localhost:8000",
-    "cache_url": "tcp://localhost:5555",
-    "http_url": "http://localhost:8080",
+    "cache_url": CACHE_URL,
+    "http_url": HTTP_URL,
 }
 _seconds = checked(float, lambda number: 0 < number < float("inf"), "a number of seconds above 0")
 
@@ -74,7 +73,7 @@ async def _targets(arguments: argparse.Namespace) -> AsyncIterator[Targets]:
             **{**_URLS, **given},
             model=arguments.model,
             model_path=arguments.model_path,
-            api_key=arguments.api_key or os.environ.get(API_KEY) or None,
+            api_key=api_key(arguments),
         )
         return
     if given or arguments.model_path or arguments.api_key:

@@ -5,14 +5,24 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import sys
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
 from ..errors import InvalidRequestError
-from .arguments import API_KEY, DEFAULT, Commands, add_command, checked, count, share
+from .arguments import (
+    API_KEY,
+    CACHE_URL,
+    DEFAULT,
+    HTTP_URL,
+    Commands,
+    add_command,
+    api_key,
+    checked,
+    count,
+    share,
+)
 
 __all__ = ["add_run"]
 
@@ -78,8 +88,8 @@ def add_run(commands: Commands) -> None:
     where.add_argument("--engine-url", metavar="URL", help="vLLM, e.g. http://localhost:8000")
     where.add_argument("--embedded", action="store_true", help="a cache server and an engine in this process")
     server = servers.add_argument
-    server("--cache-url", default="tcp://localhost:5555", metavar="URL", help=f"LMCache's --port {DEFAULT}")
-    server("--http-url", default="http://localhost:8080", metavar="URL", help=f"its --http-port {DEFAULT}")
+    server("--cache-url", default=CACHE_URL, metavar="URL", help=f"LMCache's --port {DEFAULT}")
+    server("--http-url", default=HTTP_URL, metavar="URL", help=f"its --http-port {DEFAULT}")
     server("--model", help="name in vLLM's API; embedded: folder or Hub id (default: SmolLM2-135M-Instruct)")
     server("--model-path", metavar="PATH", help="the model's name in LMCache (default: vLLM is asked)")
     server("--tokenizer", metavar="MODEL", help="folder or Hub id (default: the model's path)")
@@ -104,6 +114,8 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> Coro
 
     if arguments.engine_url is not None and arguments.model is None:
         parser.error("--engine-url needs --model, the model's name in vLLM's API")
+    if arguments.embedded and (arguments.model_path or arguments.api_key):
+        parser.error("--embedded runs a stack of its own: give it no --model-path and no --api-key")
     if (arguments.ratio is None) == (arguments.budget is None) and arguments.policy != NO_POLICY:
         parser.error(f"--policy {arguments.policy} needs either --ratio or --budget")
     options = {name: getattr(arguments, name) for name in ("ratio", "budget", "sinks", "window", "run")}
@@ -121,7 +133,7 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> Coro
             model=arguments.model,
             model_path=arguments.model_path,
             tokenizer=arguments.tokenizer,
-            api_key=arguments.api_key or os.environ.get(API_KEY) or None,
+            api_key=api_key(arguments),
         )
     return run_job(
         Settings(

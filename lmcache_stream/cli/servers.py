@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -42,7 +41,7 @@ class Addresses:
     model: str
     model_path: str | None = None
     tokenizer: str | None = None
-    api_key: str | None = None
+    api_key: str | None = field(default=None, repr=False)
 
 
 @asynccontextmanager
@@ -89,7 +88,7 @@ async def open_embedded(model: str | None, tokenizer: str | None) -> AsyncIterat
                 context=context,
                 engine=stack.post_completion,
                 model=stack.model_name,
-                load_tokenizer=partial(_give, named or stack.tokenizer),
+                load_tokenizer=partial(_give, stack.tokenizer if named is None else named),
                 vocab_size=_vocab_size(stack.model_name),
                 max_model_len=stack.max_model_len,
             ),
@@ -120,7 +119,7 @@ async def _in_thread(load: partial[Any]) -> Any:
 
 def _hide_progress_bars() -> None:
     """Keep what transformers tells while it loads a model from between a job's own lines."""
-    with contextlib.suppress(ImportError), warnings.catch_warnings():  # The stack says what is missing.
+    with contextlib.suppress(ImportError):  # The stack says what is missing.
         from transformers.utils import logging
 
         untyped: Any = logging
