@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -77,11 +78,15 @@ def _check_paths(settings: Settings) -> None:
         raise InvalidRequestError(f"--report {settings.report}: there is no folder {settings.report.parent}")
     if settings.prompts != STDIN:
         # Before servers are started, which takes a while. Not opened: a pipe would be broken by that.
-        Path(settings.prompts).stat()
-    others = {"--prompts": settings.prompts, "--report": settings.report}
-    for option, path in others.items():
-        if path not in (None, STDIN) and Path(path).resolve() == settings.output.resolve():
-            raise InvalidRequestError(f"{option} and --output are one file: {path}")
+        try:
+            Path(settings.prompts).stat()
+        except OSError as error:
+            raise InvalidRequestError(f"--prompts {settings.prompts}: {error.strerror}") from error
+    given = {"--prompts": settings.prompts, "--report": settings.report, "--output": settings.output}
+    places = {option: Path(path).resolve() for option, path in given.items() if path not in (None, STDIN)}
+    for (one, path), (other, another) in itertools.combinations(places.items(), 2):
+        if path == another:
+            raise InvalidRequestError(f"{one} and {other} are one file: {path}")
 
 
 async def _run(settings: Settings, servers: Servers, path: str, output: Output) -> int:
@@ -117,7 +122,13 @@ def _conclude(settings: Settings, job: Job) -> None:
     for line in as_lines(job.counts, report):
         _say(line)
     if settings.report is not None:
-        settings.report.write_text(as_json(job.counts, report), encoding="utf-8")
+        try:
+            settings.report.write_text(as_json(job.counts, report), encoding="utf-8")
+        except OSError as error:
+            if job.is_through:
+                raise
+            # What ended the job is told, and must not be hidden by this.
+            _say(f"--report {settings.report}: {error.strerror}")
 
 
 @contextmanager

@@ -188,6 +188,8 @@ class Job:
         if outcome.is_outage:
             return outcome
         await self._writing.run(partial(self._write, row, ids, outcome, baseline))
+        # Here, because bad rows add to it on the event loop too.
+        self._through += row.size
         self._moved()
         return outcome
 
@@ -238,7 +240,6 @@ class Job:
         self.counts.done += outcome.is_ok
         self.counts.failed += not outcome.is_ok
         self._tally.add(outcome)
-        self._through += row.size
 
     def _stopped(self, outage: StreamOutcome) -> BatchStoppedError:
         party = party_of(outage.error)
