@@ -45,7 +45,7 @@ def _many(count: int, one: str) -> str:
 
 
 def write_report(outputs: Sequence[Path], page: Path) -> Report:
-    """Write the page of ``outputs`` to ``page``, which is replaced at once or not at all.
+    """Write the page of ``outputs`` to ``page``, which, a file, is replaced at once or not at all.
 
     Raises:
         InvalidRequestError: an output cannot be read or is none, or the page cannot be written.
@@ -69,7 +69,10 @@ def _is_same(one: Path, other: Path) -> bool:
 
 
 def _replace(path: Path, content: bytes) -> None:
-    """Write a file beside ``path`` and move it there."""
+    """Write a file beside ``path`` and move it there; a device or a pipe is written to where it is."""
+    if path.exists() and not path.is_file():
+        path.write_bytes(content)
+        return
     target = path.resolve()
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
     try:
