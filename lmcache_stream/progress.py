@@ -31,8 +31,7 @@ def check_progress() -> None:
     """
     names = ["rich", "ipywidgets"] if _in_notebook() else ["rich"]
     for name in names:
-        # A module that is None there cannot be imported.
-        if sys.modules.get(name, name) is None or importlib.util.find_spec(name) is None:
+        if importlib.util.find_spec(name) is None:
             raise InvalidRequestError(f"progress bars need {name}: {_EXTRA}")
 
 
