@@ -56,7 +56,7 @@ async def run_job(settings: Settings) -> int:
         LMCacheStreamError, OSError: it could not begin, or the output cannot be written.
     """
     _check_paths(settings)
-    output = Output(settings.output, resume=settings.resume, retry_failed=settings.retry_failed)
+    output = Output(settings.output, resume=settings.resume)
     files = Workers("lmcache-stream job output", 1)
     try:
         await files.run(output.open)
@@ -66,7 +66,7 @@ async def run_job(settings: Settings) -> int:
             else open_servers(settings.addresses)
         )
         async with opened as (servers, path):
-            return await _run(settings, servers, path, output)
+            return await _run(settings, servers, path, output, files)
     finally:
         # Behind what opens it, where that was left before it was through.
         await to_the_end(files.run(output.close))
@@ -89,9 +89,11 @@ def _check_paths(settings: Settings) -> None:
             raise InvalidRequestError(f"{one} and {other} are one file: {path}")
 
 
-async def _run(settings: Settings, servers: Servers, path: str, output: Output) -> int:
+async def _run(settings: Settings, servers: Servers, path: str, output: Output, files: Workers) -> int:
     policy, state = settings.policy, output.state
     output.check(policy=described(policy), model=servers.model)
+    if settings.retry_failed:
+        await files.run(output.take_failed_out)
     queries = None
     if policy is not None and policy.needs_queries:
         queries = HFQueries(settings.queries_model or path, window=policy.query_window)

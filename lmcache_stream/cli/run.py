@@ -91,7 +91,7 @@ def add_run(commands: Commands) -> None:
     server("--cache-url", default=CACHE_URL, metavar="URL", help=f"LMCache's --port {DEFAULT}")
     server("--http-url", default=HTTP_URL, metavar="URL", help=f"its --http-port {DEFAULT}")
     server("--model", help="name in vLLM's API; embedded: folder or Hub id (default: SmolLM2-135M-Instruct)")
-    server("--model-path", metavar="PATH", help="the model's name in LMCache (default: vLLM is asked)")
+    server("--model-path", metavar="PATH", help="folder or Hub id of its config (default: vLLM's path of it)")
     server("--tokenizer", metavar="MODEL", help="folder or Hub id (default: the model's path)")
     server("--api-key", metavar="KEY", help=f"sent to vLLM (default: of {API_KEY})")
 

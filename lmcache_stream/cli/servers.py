@@ -30,7 +30,8 @@ class Addresses:
         cache_url: LMCache's ``--port``.
         http_url: LMCache's ``--http-port``.
         model: the model's name in vLLM's API.
-        model_path: its name in LMCache; vLLM is asked for it where it is None.
+        model_path: a folder or Hub id with its configuration and tokenizer; by default what vLLM calls the
+            model's root, which is also its name in LMCache.
         tokenizer: a folder or Hub id; by default the model's path.
         api_key: sent to vLLM.
     """
@@ -59,7 +60,13 @@ async def open_servers(addresses: Addresses) -> AsyncIterator[tuple[Servers, str
         # Who names one does not want to do without.
         load = partial(_give, await _in_thread(load))
     async with (
-        connect(addresses.cache_url, addresses.http_url, path, max_model_len=served.max_model_len) as context,
+        connect(
+            addresses.cache_url,
+            addresses.http_url,
+            served.root,
+            model_config=addresses.model_path,
+            max_model_len=served.max_model_len,
+        ) as context,
         VLLMCompletions(addresses.engine_url, addresses.model, api_key=addresses.api_key) as engine,
     ):
         yield (

@@ -65,21 +65,19 @@ async def registration(chart: Chart) -> Finding:
         use_mla=False,
         num_physical_slots=chart.chunk_size,
     )
-    was_taken = True
     try:
         chart.reply = await requests.call(REGISTER, body, deadline=deadline)
         chart.instance_id = instance_id
         await _look(chart)
     except CacheTimeoutError:
-        was_taken = False
         mode = chart.config.get("supported_transfer_mode", "unknown")
         return failed(
             f"LMCache says nothing to a registration within {deadline:g} s; its transfer mode is {mode!r}",
             "start `lmcache server` with --supported-transfer-mode auto; if it is, see its log",
         )
     finally:
-        if was_taken:
-            await to_the_end(_unregister(requests, instance_id))
+        # Also of a server that was silent: it may take the registration later.
+        await to_the_end(_unregister(requests, instance_id))
     return ok("LMCache takes this client")
 
 

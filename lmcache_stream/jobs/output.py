@@ -47,14 +47,13 @@ class Output:
     Args:
         path: the file; made where there is none.
         resume: whether to go on with rows that are in it.
-        retry_failed: whether to take rows that failed out of it, to be run again.
     """
 
-    def __init__(self, path: Path, *, resume: bool = False, retry_failed: bool = False) -> None:
+    def __init__(self, path: Path, *, resume: bool = False) -> None:
         # A link would be replaced, and not the file that it leads to.
         self.path = path.resolve()
         self.state = OutputState()
-        self._resume, self._retry_failed = resume, retry_failed
+        self._resume = resume
         self._file = -1
         self._end = 0
 
@@ -68,8 +67,6 @@ class Output:
         """
         self._file = _open_locked(self.path)
         self.state = self._look()
-        if self._retry_failed and self.state.failed:
-            self._take_failed_out()
         self._end = os.lseek(self._file, 0, os.SEEK_END)
 
     def _look(self) -> OutputState:
@@ -119,8 +116,16 @@ class Output:
             assert head is not None
             yield head.id
 
-    def _take_failed_out(self) -> None:
-        """Put a file without the failed rows in the place of this one: all at once, or not at all."""
+    def take_failed_out(self) -> None:
+        """Take rows that failed out, to be run again: all at once, or not at all.
+
+        Another file is put in the place of this one; ``check`` comes first.
+
+        Raises:
+            OSError: it cannot be written; then all rows are still there.
+        """
+        if not self.state.failed:
+            return
         partial = self.path.with_name(f".{self.path.name}.retry")
         file = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o600)
         try:
@@ -145,6 +150,7 @@ class Output:
         self._file = file
         state = self.state
         state.rows, state.retried, state.failed, state.last = state.rows - state.failed, state.failed, 0, last
+        self._end = os.lseek(file, 0, os.SEEK_END)
 
     def check(self, *, policy: str | None, model: str) -> None:
         """Raise InvalidRequestError where the rows in it are of another policy or model."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import sqlite3
 import stat
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from enum import Enum
 
 from ..errors import InvalidRequestError
@@ -53,11 +54,15 @@ class SeenIds:
     def mark_done(self, ids: Iterable[str | int]) -> None:
         """Take ids that are in the output."""
         keys = ((_key(one),) for one in ids)
-        self._database.executemany("INSERT OR IGNORE INTO ids VALUES (?, 1)", keys)
+        with _told():
+            self._database.executemany("INSERT OR IGNORE INTO ids VALUES (?, 1)", keys)
 
     def see(self, row_id: str | int) -> Seen:
         """Take the id of a row and tell what was known of it."""
-        key = (_key(row_id),)
+        with _told():
+            return self._see((_key(row_id),))
+
+    def _see(self, key: tuple[str]) -> Seen:
         found = self._database.execute("SELECT is_done FROM ids WHERE id = ?", key).fetchone()
         if found is None:
             self._database.execute("INSERT INTO ids VALUES (?, 0)", key)
@@ -70,6 +75,16 @@ class SeenIds:
     def close(self) -> None:
         """Remove all of it."""
         self._database.close()
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    try:
+        yield
+    except sqlite3.Error as error:
+        raise OSError(
+            f"the temporary file of ids cannot be written: {error}; SQLITE_TMPDIR names another folder for it"
+        ) from error
 
 
 def _key(row_id: str | int) -> str:

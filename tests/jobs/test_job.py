@@ -114,10 +114,14 @@ class Folder:
     def ask_numbers(self, count: int) -> None:
         self.ask(*({"id": number, "prompt": text_of(number)} for number in range(count)))
 
-    async def run(self, servers: Servers, plan: Plan = PLAN, **options: Any) -> Job:
-        output = Output(self.output, **options)
+    async def run(
+        self, servers: Servers, plan: Plan = PLAN, *, resume: bool = False, retry_failed: bool = False
+    ) -> Job:
+        output = Output(self.output, resume=resume)
         output.open()
         try:
+            if retry_failed:
+                output.take_failed_out()
             self.job = Job(servers, plan, Source(str(self.prompts), output.done_ids), output)
             await self.job.run(say=self.said.append)
         finally:

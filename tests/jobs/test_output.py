@@ -19,9 +19,11 @@ ROWS = [row("a"), row(2), row("ü三")]
 
 
 def opened(path: Path, *, resume: bool = True, retry_failed: bool = False) -> Output:
-    output = Output(path, resume=resume, retry_failed=retry_failed)
+    output = Output(path, resume=resume)
     try:
         output.open()
+        if retry_failed:
+            output.take_failed_out()
     except BaseException:
         output.close()
         raise

@@ -217,6 +217,7 @@ def test_usage_that_cannot_be_is_told(tmp_path: Path, capsys: pytest.CaptureFixt
         (b"", ["--prompts", "{folder}/out.jsonl"], "--prompts and --output are one file"),
         (b"", ["--prompts", "{folder}/nowhere"], "No such file or directory"),
         (row(1), ["--resume"], "are of the model m, this job's would be of"),
+        (row(1, failed=True), ["--retry-failed"], "are of the model m, this job's would be of"),
     ],
 )
 def test_a_job_that_cannot_begin_leaves_everything_as_it_is(

@@ -37,6 +37,17 @@ def test_ids_are_seen_once() -> None:
     ids.close()
 
 
+def test_ids_for_which_there_is_no_room_are_an_error_that_says_so() -> None:
+    ids = SeenIds()
+    ids._database.execute("PRAGMA max_page_count = 4")
+    with pytest.raises(OSError, match=r"temporary file of ids .* full; SQLITE_TMPDIR names"):
+        ids.mark_done(f"{number}" * 20 for number in range(5000))
+    with pytest.raises(OSError, match="temporary file of ids"):
+        for number in range(5000):
+            ids.see(f"new {number}" * 20)
+    ids.close()
+
+
 def test_rows_come_in_order_with_what_is_wrong_between_them(tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_text(line_of("a") + "\n" + line_of("done") + "no\n" + line_of("a") + line_of("b").rstrip())
