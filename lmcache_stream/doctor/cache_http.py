@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .._listener import listener_at
+from .._listener import Spoken, listener_at
 from .chart import Chart, known
 from .places import CACHE_HTTP
 from .results import Finding, failed, ok, warning
@@ -22,9 +22,13 @@ _FULL = 0.95
 async def reachable(chart: Chart) -> Finding:
     """Something speaks HTTP there."""
     root, deadline = chart.targets.http_url, chart.deadlines.answer
+    # Heard before it is asked, as in `engine.reachable`.
+    found = await listener_at(root, deadline=deadline)
+    if found.spoken in (Spoken.NOTHING, Spoken.ZEROMQ):
+        return CACHE_HTTP.vacant(root, found)
     answer = await get(f"{root}/status", deadline=deadline)
     if isinstance(answer, NoAnswer):
-        return CACHE_HTTP.vacant(root, await listener_at(root, deadline=deadline), answer.reason)
+        return CACHE_HTTP.vacant(root, found, answer.reason)
     chart.status_answer = answer
     return ok(f"{root} answers over HTTP")
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from .._listener import listener_at
+from .._listener import Spoken, listener_at
 from ..completions import CompletionTimeouts, FinishEvent, TokenEvent, VLLMCompletions
 from ..completions.models import served_models
 from ..errors import EngineConnectError, EngineError, EngineStatusError, EngineStreamError
@@ -32,9 +32,13 @@ class _Version(msgspec.Struct):
 async def reachable(chart: Chart) -> Finding:
     """Something speaks HTTP there."""
     root, deadline = chart.targets.engine_url, chart.deadlines.answer
+    # Heard before it is asked: a request of HTTP ends the thread that an LMCache answers ZeroMQ in.
+    found = await listener_at(root, deadline=deadline)
+    if found.spoken in (Spoken.NOTHING, Spoken.ZEROMQ):
+        return ENGINE.vacant(root, found)
     answer = await get(f"{root}/v1/models", deadline=deadline, headers=chart.targets.headers)
     if isinstance(answer, NoAnswer):
-        return ENGINE.vacant(root, await listener_at(root, deadline=deadline), answer.reason)
+        return ENGINE.vacant(root, found, answer.reason)
     chart.models = answer
     return ok(f"{root} answers over HTTP")
 

@@ -410,6 +410,8 @@ async def test_a_login_is_sent_with_every_question(model: CausalModel) -> None:
         targets = replace(stage.targets, engine_url=address, api_key="secret")
         results = await examined(targets)
         assert results["engine/token ids"].advice == "give --api-key the one of vLLM"
+        # Of whoever answers first nothing is known, so that it is not told the key.
+        assert asked.pop("/") is None
         assert asked == dict.fromkeys(("/v1/models", "/version", "/v1/completions"), "Bearer secret")
         assert "secret" not in repr(targets)
         assert not any("secret" in one.seen for one in results.values())

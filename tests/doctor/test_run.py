@@ -7,6 +7,8 @@ import time
 from dataclasses import replace
 
 import pytest
+import zmq
+import zmq.asyncio
 from aiohttp import web
 
 from lmcache_stream.cache.context import AsyncLMCacheContext
@@ -131,3 +133,16 @@ def test_a_url_of_the_wrong_form_is_refused(wrong: dict[str, str]) -> None:
 def test_a_deadline_is_a_positive_number(name: str, value: float) -> None:
     with pytest.raises(InvalidRequestError, match=f"deadlines: {name}"):
         Deadlines(**{name: value})
+
+
+async def test_a_zeromq_socket_is_asked_nothing_in_http() -> None:
+    with zmq.asyncio.Context() as context, context.socket(zmq.ROUTER) as socket:
+        port = socket.bind_to_random_port("tcp://127.0.0.1")
+        root = f"http://127.0.0.1:{port}"
+        targets = Targets(engine_url=root, http_url=root, cache_url="tcp://127.0.0.1:9", model="m" * 100)
+        results = await examine(targets)
+        # LMCache's thread dies of a message that is not its own.
+        assert not await socket.poll(500)
+    seen = {f"{one.group}/{one.name}": one.seen for one in results}
+    for group in ("engine", "cache HTTP"):
+        assert seen[f"{group}/reachable"] == f"a ZeroMQ socket answers at {root}, not HTTP"
