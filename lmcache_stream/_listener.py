@@ -12,14 +12,19 @@ from urllib.parse import urlsplit
 
 from ._background import to_the_end
 
-__all__ = ["Listener", "Spoken", "listener_at", "spoken"]
+__all__ = ["QUIET", "Listener", "Spoken", "listener_at", "spoken"]
 
 # A ZeroMQ socket greets at once; HTTP and TLS servers wait to be asked.
 _GREETING_SECONDS = 0.5
 _EXCERPT = 64
-# A ZeroMQ socket takes what does not begin as its greeting for an old peer's frames, and "G" for the length
-# of the first, 71 bytes. A longer question would come out as a message, of which LMCache (0.5.6) dies.
 _QUESTION = b"GET / HTTP/1.0\r\n\r\n"
+QUIET = ("Accept", "Accept-Encoding", "User-Agent")
+"""Headers that aiohttp would add, and that a GET does without where a ZeroMQ socket might answer.
+
+Such a socket takes what does not begin as its greeting for an old peer's frames, and "G" for the length of
+the first, 71 bytes. Of a longer request a message can come out, and of one that is not its own the thread
+dies that LMCache (0.5.6) answers in.
+"""
 _PORTS = {"http": 80, "https": 443}
 
 
@@ -45,6 +50,11 @@ class Listener:
 
     spoken: Spoken
     detail: str = ""
+
+    @property
+    def is_zeromq(self) -> bool:
+        """Whether it is a ZeroMQ socket."""
+        return self.spoken is Spoken.ZEROMQ
 
 
 def spoken(first: bytes) -> Spoken:

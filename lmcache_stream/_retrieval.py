@@ -19,6 +19,11 @@ logger = logging.getLogger(__name__)
 _FIRST_PAUSE = 0.005
 # The least time that a lookup gets, however little is left.
 _LEAST_LOOKUP = 1.0
+_NOT_READY = "Does the engine run with LMCacheMPConnector on this LMCache, and was there room for it all?"
+_NOT_PREFILLED = (
+    "This stream ran no pass yet: unless another one prefilled the prompt, first "
+    '`await stream.generate({"max_tokens": 1})`'
+)
 
 
 async def wait_for_prefix(
@@ -30,14 +35,15 @@ async def wait_for_prefix(
     timeout: float,
     poll_interval: float,
     min_tokens: int | None,
-    advice: str,
+    was_sent: bool,
 ) -> T:
     """Return what ``use`` makes of the KV of ``tokens`` (whole chunks), once that is there.
 
     It looks at once and then with growing pauses. ``use`` takes the locks on the prefix over, and returns
     None where it was gone after all.
 
-    At the deadline at least ``min_tokens`` tokens, all by default, must be there; ``advice`` ends the error.
+    At the deadline at least ``min_tokens`` tokens, all by default, must be there. What the error advises goes
+    by whether a pass of the stream ``was_sent``.
 
     Raises:
         InvalidRequestError: no whole chunk, or ``min_tokens`` or a time that cannot be.
@@ -79,7 +85,7 @@ async def wait_for_prefix(
         if is_last:
             raise KVNotReadyError(
                 f"after {timeout:g} s LMCache has the KV of {found} of {wanted} tokens of this prompt "
-                f"(model {context.model_name!r}). {advice}",
+                f"(model {context.model_name!r}). {_NOT_READY if was_sent else _NOT_PREFILLED}",
                 found=found,
                 wanted=wanted,
             )

@@ -27,12 +27,6 @@ __all__ = ["AsyncLMCacheStream", "create_request"]
 
 T = TypeVar("T")
 
-_NOT_READY = "Does the engine run with LMCacheMPConnector on this LMCache, and was there room for it all?"
-_NOT_PREFILLED = (
-    "This stream ran no pass yet: unless another one prefilled the prompt, first "
-    '`await stream.generate({"max_tokens": 1})`'
-)
-
 
 class AsyncLMCacheStream:
     """One logical request: prefill, take its KV, edit it, put it back, decode from it.
@@ -278,7 +272,7 @@ class AsyncLMCacheStream:
             timeout=timeout,
             poll_interval=pause,
             min_tokens=min_tokens,
-            advice=_NOT_READY if state.sent or state.edits else _NOT_PREFILLED,
+            was_sent=bool(state.sent or state.edits),
         )
 
     def _new_salt(self) -> str:

@@ -13,7 +13,10 @@ import zmq
 import zmq.asyncio
 from aiohttp import web
 
+import lmcache_stream as lms
 from lmcache_stream._listener import Listener, Spoken, listener_at, spoken
+from lmcache_stream.cache.http import CacheHTTP
+from lmcache_stream.completions.models import find_model
 
 from .real.stack import free_port
 
@@ -133,3 +136,52 @@ def test_ssl_alerts_have_the_record_header_that_is_looked_for() -> None:
     with pytest.raises(ssl.SSLError):
         tls.do_handshake()
     assert spoken(outgoing.read()) is Spoken.TLS
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+async def test_what_asks_a_zeromq_socket_by_mistake_sends_it_no_message(host: str) -> None:
+    with zmq.asyncio.Context() as context, context.socket(zmq.ROUTER) as router:
+        router.setsockopt(zmq.LINGER, 0)
+        root = f"http://{host}:{router.bind_to_random_port('tcp://127.0.0.1')}"
+        cache = CacheHTTP(root, deadline=1)
+        with pytest.raises((lms.CacheConnectError, lms.CacheTimeoutError), match=root):
+            await cache.status()
+        await cache.aclose()
+        with pytest.raises(
+            lms.EngineConnectError, match="a ZeroMQ socket answers there, as at LMCache's --port"
+        ):
+            await find_model(root, "m", api_key="k" * 200)
+        # LMCache dies of a message that is not its own.
+        assert not await router.poll(500)
+
+
+async def test_the_requests_for_lmcache_s_status_are_shorter_than_the_first_frame() -> None:
+    asked: list[bytes] = []
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        asked.append(await reader.readuntil(b"\r\n\r\n"))
+        writer.write(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+        writer.close()
+        await writer.wait_closed()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        cache = CacheHTTP(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", deadline=5)
+        for ask in (cache.status, cache.config):
+            with pytest.raises(lms.CacheError):
+                await ask()
+        await cache.aclose()
+    assert [request.split(b" ")[1] for request in asked] == [b"/status", b"/config", b"/conf"]
+    # "G" and the 71 bytes that it announces.
+    assert max(map(len, asked)) <= 72
+
+
+async def test_a_longer_request_would_be_a_message() -> None:
+    with zmq.asyncio.Context() as context, context.socket(zmq.ROUTER) as router:
+        router.setsockopt(zmq.LINGER, 0)
+        port = router.bind_to_random_port("tcp://127.0.0.1")
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        # What follows the 71 bytes is a frame of one byte, its flags, with nothing more to come.
+        writer.write(b"GET /".ljust(72, b"x") + b"\x02\x00y")
+        assert await router.poll(5000)
+        writer.close()
+        await writer.wait_closed()

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from .._checks import is_loopback
-from .._listener import Spoken, listener_at
+from .._listener import QUIET, Spoken, listener_at
 from ..errors import CacheConnectError, CacheError, CacheTimeoutError, ClosedError
 
 _EXCERPT = 80
@@ -26,6 +26,8 @@ class CacheHTTP:
         self._deadline = deadline
         self._session = aiohttp.ClientSession(
             timeout=aiohttp.ClientTimeout(total=deadline),
+            # At a wrong port a longer request ends LMCache; see `_listener.QUIET`.
+            skip_auto_headers=QUIET,
             trust_env=not is_loopback(urlsplit(http_url).hostname or ""),
         )
 

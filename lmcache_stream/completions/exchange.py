@@ -1,9 +1,8 @@
-"""One request and its response: the only place that knows aiohttp's ways and its exceptions."""
+"""One request and its response: the only place that knows aiohttp's ways."""
 
 from __future__ import annotations
 
 import asyncio
-import errno
 import io
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -22,13 +21,11 @@ from ..errors import (
 )
 from .body import lighten
 from .endpoint import Proxy
+from .foreign import FOREIGN, advice, said
 from .problems import hint, problem, retry_after
 from .sse import ServerSentEvent, SSEDecoder
 
-__all__ = ["FOREIGN", "Exchange", "Request", "ask", "new_session"]
-
-FOREIGN = (aiohttp.ClientError, OSError, asyncio.TimeoutError)
-"""What aiohttp raises where a connection fails."""
+__all__ = ["Exchange", "Request", "ask", "new_session"]
 
 # vLLM closes a connection that was idle for 5 s (VLLM_HTTP_TIMEOUT_KEEP_ALIVE): one that is used
 # before that cannot be closed while a request is on its way.
@@ -219,7 +216,7 @@ class Exchange:
         ids = token_ids or []
         if self._response is not None:
             return TruncatedStreamError(
-                f"{where}: the connection broke after {len(ids)} tokens ({_said(error)}): the answer "
+                f"{where}: the connection broke after {len(ids)} tokens ({said(error)}): the answer "
                 "is not complete; see the engine's log, and any proxy between",
                 token_ids=ids,
             )
@@ -229,26 +226,7 @@ class Exchange:
                 "base_url= right? timeouts= sets the deadline",
                 connecting=True,
             )
-        return EngineConnectError(f"{where}: {_said(error)}; {self._advice(error)}")
-
-    def _advice(self, error: BaseException) -> str:
-        proxy = self.request.proxy
-        if isinstance(error, aiohttp.ClientProxyConnectionError | aiohttp.ClientHttpProxyError):
-            return (
-                f"the environment names the proxy {proxy.shown if proxy else None}: check it, or add "
-                "the host to NO_PROXY"
-            )
-        if isinstance(error, aiohttp.ClientConnectorDNSError):
-            return "check the host name in base_url="
-        if isinstance(error, aiohttp.ClientSSLError):
-            return "check whether the server speaks TLS there and has a valid certificate"
-        if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
-            return "every stream needs a file descriptor: raise the limit (ulimit -n), or open fewer"
-        if isinstance(error, aiohttp.ClientResponseError):
-            return "that is no HTTP server: is base_url= the address of vLLM's API?"
-        if isinstance(error, aiohttp.ClientConnectorError):
-            return "start the engine (vllm serve) or mend base_url="
-        return "the engine closed the connection before it answered: see its log"
+        return EngineConnectError(f"{where}: {said(error)}; {advice(error, self.request.proxy)}")
 
 
 async def ask(session: aiohttp.ClientSession, request: Request, timeout: float) -> bytes:
@@ -282,10 +260,6 @@ async def _beginning(response: aiohttp.ClientResponse) -> bytes:
         # A part of the explanation is better than none.
         pass
     return body[:_BODY_LIMIT]
-
-
-def _said(error: BaseException) -> str:
-    return str(error) or type(error).__name__
 
 
 _current: ContextVar[Exchange | None] = ContextVar("exchange", default=None)

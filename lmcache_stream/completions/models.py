@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import msgspec
 
-from ..errors import EngineStreamError, InvalidRequestError
+from .._listener import listener_at
+from ..errors import EngineConnectError, EngineStreamError, InvalidRequestError
 from .endpoint import Endpoint
 from .exchange import Request, ask, new_session
 from .params import request_headers
@@ -65,6 +66,11 @@ async def find_model(base_url: str, model: str, *, api_key: str | None = None) -
     url = f"{endpoint.root}/v1/models"
     headers = {**request_headers(api_key, None), "Accept": "application/json"}
     request = Request(url, headers, _TIME, endpoint.proxy(), method="GET")
+    # Heard before it is asked; see `_listener.QUIET`.
+    if request.proxy is None and (found := await listener_at(endpoint.root, deadline=_TIME)).is_zeromq:
+        raise EngineConnectError(
+            f"{request.where}: {found.spoken.value}, as at LMCache's --port: give the address of vLLM's API"
+        )
     async with new_session() as session:
         body = await ask(session, request, _TIME)
     try:

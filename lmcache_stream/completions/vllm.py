@@ -21,7 +21,8 @@ from .choices import ChoiceDecoder
 from .detokenizer import Detokenizer
 from .endpoint import Endpoint
 from .events import FinishEvent, TokenEvent
-from .exchange import FOREIGN, Exchange, Request, new_session
+from .exchange import Exchange, Request, new_session
+from .foreign import FOREIGN
 from .params import checked_sampling_params, request_body, request_headers, stop_strings
 from .repetition import RepeatedPrompt
 from .timeouts import CompletionTimeouts

@@ -69,12 +69,12 @@ async def get(url: str, *, deadline: float, headers: Mapping[str, str] | None = 
             aiohttp.ClientSession(timeout=timeout, trust_env=trust_env) as session,
             session.get(url, headers=headers, allow_redirects=False) as response,
         ):
-            body = b""
+            body = bytearray()
             async for piece in response.content.iter_chunked(1 << 16):
                 body += piece
                 if len(body) > _LONGEST:
                     return NoAnswer(f"GET {url}: the answer does not end")
-            return Answer(response.status, body)
+            return Answer(response.status, bytes(body))
     except TimeoutError:
         return NoAnswer(f"GET {url}: no answer within {deadline:g} s")
     except _FOREIGN as error:

@@ -18,6 +18,10 @@ CARDS = [{"id": "small", "root": "/models/small", "max_model_len": 512}, {"id": 
 def answering(body: Any, status: str = "200 OK", seen: list[Any] | None = None) -> Any:
     async def answer(connection: Connection) -> None:
         request = await connection.request()
+        if request.line.startswith("GET / "):
+            # Who is there, before anything is asked.
+            await connection.reply("404 Not Found", b"")
+            return
         if seen is not None:
             seen.append(request)
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
