@@ -1,12 +1,13 @@
 """A batch on a real vLLM and a real LMCache server: ``run`` beside prefill, modify and decode with barriers.
 
     python tests/real/install_stack.py  # the real servers, once
-    python -m benchmarks.batch --rounds 5
+    python -m benchmarks.batch --rounds 8
 
 In each round fresh prompts go through both ways, taking turns at being first: each stream on its own from
 its prefill to the end of its answer, and all of them phase by phase, each phase waiting for the last of
 the one before. ``even``: all streams are alike. ``slow edit``: the score of one stream takes SECONDS, as
-that of a policy with a model of its own would. ``long prompt``: one prompt is several times as long.
+that of a policy with a model of its own would. ``long prompt``: one prompt is several times as long. It is
+another stream in each round.
 Ratios come first, above 1 where ``run`` is the faster; seconds are this machine's.
 """
 
@@ -58,8 +59,8 @@ class Rounds:
         seconds: dict[str, list[float]] = {"barriers": [], "run": []}
         ways = {"barriers": self._with_barriers, "run": self._without}
         for number in range(self._given.rounds):
-            # The same one in both ways: it matters how early the engine comes to it.
-            special = self._chance.randrange(self._given.streams)
+            # Each of them once in as many rounds: it matters how early the engine comes to it.
+            special = number % self._given.streams
             for way in list(ways) if number % 2 else list(ways)[::-1]:
                 seconds[way].append(await self._timed(ways[way], scenario, special))
         ratios = [left / right for left, right in zip(seconds["barriers"], seconds["run"], strict=True)]
@@ -142,10 +143,10 @@ def main() -> None:
     )
     add = parser.add_argument
     add("--streams", type=int, default=8, help="streams of a batch (default: 8)")
-    add("--tokens", type=int, default=1536, help="tokens of a prompt (default: 1536)")
-    add("--max-tokens", type=int, default=48, help="tokens of an answer (default: 48)")
-    add("--rounds", type=int, default=5, help="batches a side and scenario (default: 5)")
-    add("--seconds", type=float, default=6.0, help="what the slow score takes (default: 6)")
+    add("--tokens", type=int, default=3000, help="tokens of a prompt (default: 3000)")
+    add("--max-tokens", type=int, default=32, help="tokens of an answer (default: 32)")
+    add("--rounds", type=int, default=8, help="batches a side and scenario (default: 8)")
+    add("--seconds", type=float, default=8.0, help="what the slow score takes (default: 8)")
     add("--long-tokens", type=int, default=4000, help="tokens of the long prompt (default: 4000)")
     add("--dtype", default="bfloat16", help="of the engine (default: bfloat16)")
     add("--seed", type=int, default=0, help="of the prompts (default: 0)")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 __all__ = ["DocumentPrompt"]
@@ -14,12 +13,12 @@ class DocumentPrompt:
     """Makes prompts with one tokenizer, in one thread at a time.
 
     Args:
-        tokenizer: that of the model; a copy is used, because the engine's threads may use it as well.
+        tokenizer: that of the model.
         chunk_size: tokens of a chunk of the cache.
     """
 
     def __init__(self, tokenizer: Any, chunk_size: int) -> None:
-        self._tokenizer = copy.deepcopy(tokenizer)
+        self._tokenizer = tokenizer
         self._chunk_size = chunk_size
         head, tail = "", "\nAnswer:"
         if getattr(tokenizer, "chat_template", None):

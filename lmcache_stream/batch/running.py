@@ -11,13 +11,13 @@ from .._background import Background, to_the_end
 from ..errors import BatchStoppedError
 from ..progress import counting
 from ..stream import AsyncLMCacheStream
-from .job import carry_out
 from .limits import ByteLimiter
 from .outcome import StreamOutcome
 from .phases import Phase
 from .report import BatchReport, Mode
 from .retries import RetryPolicy
 from .side_by_side import as_they_come, party_of, side_by_side
+from .work import carry_out
 
 __all__ = ["Run"]
 

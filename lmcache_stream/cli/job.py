@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from .._background import to_the_end
+from .._files import replace_file
 from .._workers import Workers
 from ..batch.limits import descriptor_limit
 from ..dropping import HFQueries, Policy
@@ -97,12 +98,15 @@ async def _run(settings: Settings, servers: Servers, path: str, output: Output, 
     queries = None
     if policy is not None and policy.needs_queries:
         queries = HFQueries(settings.queries_model or path, window=policy.query_window)
+    limit = min(settings.max_concurrency, descriptor_limit())
+    if limit < settings.max_concurrency:
+        _say(f"{limit} rows run at once, in half of the free file descriptors; `ulimit -n` allows more")
     plan = Plan(
         policy=policy,
         sampling_params=settings.sampling_params,
         queries=queries,
         baseline=settings.baseline,
-        limit=min(settings.max_concurrency, descriptor_limit()),
+        limit=limit,
     )
     job = Job(servers, plan, Source(settings.prompts, output.done_ids), output)
     try:
@@ -119,13 +123,15 @@ async def _run(settings: Settings, servers: Servers, path: str, output: Output, 
 
 def _conclude(settings: Settings, job: Job) -> None:
     report = job.report()
+    if not job.has_begun:
+        return
     if not job.is_through:
         _say("the job was ended early; the same command with --resume goes on with it")
     for line in as_lines(job.counts, report):
         _say(line)
     if settings.report is not None:
         try:
-            settings.report.write_text(as_json(job.counts, report), encoding="utf-8")
+            replace_file(settings.report, as_json(job.counts, report).encode())
         except OSError as error:
             if job.is_through:
                 raise

@@ -121,6 +121,8 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> Coro
     options = {name: getattr(arguments, name) for name in ("ratio", "budget", "sinks", "window", "run")}
     try:
         policy = make_policy(arguments.policy, **options)
+        if arguments.queries_model and not (policy is not None and policy.needs_queries):
+            parser.error(f"--queries-model: --policy {arguments.policy} needs no queries")
         params = checked_sampling_params(_sampling(parser, arguments))
     except InvalidRequestError as error:
         parser.error(str(error))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import copy
 import logging
 import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -45,10 +48,12 @@ class Servers:
     Attributes:
         cache: the cache server.
         engine: the engine, a client of it.
+        tokenizer: the model's, for others than the engine, whose threads use its own.
     """
 
     cache: EmbeddedCacheServer
     engine: EmbeddedEngine
+    tokenizer: Any
 
     @property
     def model(self) -> CausalModel:
@@ -77,7 +82,7 @@ async def open_servers(options: StackOptions) -> AsyncIterator[Servers]:
             max_num_seqs=options.max_num_seqs,
         ) as engine,
     ):
-        yield Servers(cache, engine)
+        yield Servers(cache, engine, await asyncio.to_thread(copy.deepcopy, engine.core.model.tokenizer))
 
 
 async def _default_model() -> str:

@@ -79,7 +79,7 @@ class StackBase:
     @property
     def tokenizer(self) -> Any:
         """The model's transformers tokenizer."""
-        return self._running().model.tokenizer
+        return self._running().tokenizer
 
     @property
     def max_model_len(self) -> int:

@@ -10,13 +10,13 @@ from functools import partial
 
 from .._background import to_the_end
 from .._workers import Workers
-from ..batch.job import carry_out
 from ..batch.limits import ByteLimiter, memory_limit
 from ..batch.outcome import StreamOutcome
 from ..batch.phases import Edit, Phase, decode, prefill
 from ..batch.report import BatchReport
 from ..batch.side_by_side import party_of, side_by_side
 from ..batch.tally import Tally
+from ..batch.work import carry_out
 from ..errors import BatchStoppedError, InvalidRequestError
 from ..stream import AsyncLMCacheStream
 from .output import Output
@@ -46,6 +46,7 @@ class Job:
 
     Attributes:
         counts: rows so far.
+        has_begun: the source was opened.
         is_through: the job came to the end of the source.
     """
 
@@ -59,7 +60,7 @@ class Job:
         self._servers, self._plan, self._output = servers, plan, output
         self._source = source
         self.counts = Counts()
-        self.is_through = False
+        self.has_begun = self.is_through = False
         self._say: Callable[[str], object] = lambda line: None
         self._moved: Callable[[], object] = lambda: None
         self._through = 0
@@ -102,6 +103,7 @@ class Job:
         self._began = time.perf_counter()
         try:
             await self._reading.run(self._source.open)
+            self.has_begun = True
             async with aclosing(self._rows()) as rows:
                 outage = await side_by_side(rows, self._work, limit=self._plan.limit)
             self.is_through = outage is None

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from .._files import replace_file
 from ..batch.tables import as_text
 from ..errors import InvalidRequestError
 from .html import build_page
@@ -55,7 +54,7 @@ def write_report(outputs: Sequence[Path], page: Path) -> Report:
     report = Report(page, compare([read_job(output) for output in outputs]))
     html = build_page(report.comparison)
     try:
-        _replace(page, html.encode())
+        replace_file(page, html.encode())
     except OSError as error:
         raise InvalidRequestError(f"--html {page}: {error.strerror or error}") from error
     return report
@@ -66,20 +65,3 @@ def _is_same(one: Path, other: Path) -> bool:
         return one.samefile(other)
     except OSError:
         return False
-
-
-def _replace(path: Path, content: bytes) -> None:
-    """Write a file beside ``path`` and move it there; a device or a pipe is written to where it is."""
-    if path.exists() and not path.is_file():
-        path.write_bytes(content)
-        return
-    target = path.resolve()
-    temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
-    try:
-        with temporary.open("xb") as file:
-            file.write(content)
-        temporary.replace(target)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        raise

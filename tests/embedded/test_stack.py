@@ -52,6 +52,9 @@ async def test_the_main_job(model: CausalModel, pools: list[Path], shared_memory
         assert [path.exists() for path in pools] == [True] * shared_memory
         assert stack.model_name == model.name
         assert stack.max_model_len == 4096
+        # The engine's threads use its own.
+        assert stack.tokenizer is not model.tokenizer
+        assert stack.tokenizer.get_vocab() == model.tokenizer.get_vocab()
         async with stack.connect() as context:
             assert context.chunk_size == 32
             assert context.geometry == stack.geometry == model.geometry

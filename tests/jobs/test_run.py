@@ -199,6 +199,8 @@ def test_usage_that_cannot_be_is_told(tmp_path: Path, capsys: pytest.CaptureFixt
             "max_tokens is given twice",
         ),
         ([*base, *real, *keydiff, "--temperature", "-1"], "'-1' is not a number from 0"),
+        ([*base, *real, *keydiff, "--queries-model", "q"], "--policy keydiff needs no queries"),
+        ([*base, *real, "--policy", "none", "--run", "8"], "run: there is nothing to choose"),
     ]
     for arguments, words in cases:
         with pytest.raises(SystemExit) as end:
