@@ -36,6 +36,12 @@ def model(tiny_folder: Path) -> CausalModel:
     return CausalModel.load(str(tiny_folder))
 
 
+@pytest.fixture(scope="session")
+def endless(endless_folder: Path) -> CausalModel:
+    """The model of ``endless_folder``."""
+    return CausalModel.load(str(endless_folder))
+
+
 @pytest.fixture
 async def cache() -> AsyncIterator[EmbeddedCacheServer]:
     async with EmbeddedCacheServer(chunk_size=CHUNK_SIZE, size_gb=0.02) as server:

@@ -11,7 +11,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-from document_service import MAX_BODY, DocumentService, Limits, Problem, service
+from document_service import MAX_BODY, DocumentService, Limits, Problem
 from document_service.prompt import DocumentPrompt
 from serving import Servers
 
@@ -140,10 +140,10 @@ async def test_who_leaves_in_mid_question_is_no_error(
 
 @both
 async def test_beyond_the_queue_is_429_and_those_in_it_get_their_turn(
-    module: ModuleType, model: CausalModel
+    module: ModuleType, endless: CausalModel
 ) -> None:
     limits = Limits(running=1, waiting=1, heartbeat=0.05)
-    async with serving(module, model, limits) as served:
+    async with serving(module, endless, limits) as served:
         async with asking(served.url, ENDLESS) as first:
             assert await anext(first.read())
             second = asyncio.create_task(ask(served.url, QUESTION))
@@ -265,8 +265,8 @@ async def test_what_runs_at_the_end_is_answered_within_the_grace_and_no_other(
 
 
 @both
-async def test_what_runs_longer_is_ended_with_an_error(module: ModuleType, model: CausalModel) -> None:
-    async with serving(module, model) as served, asking(served.url, ENDLESS) as reply:
+async def test_what_runs_longer_is_ended_with_an_error(module: ModuleType, endless: CausalModel) -> None:
+    async with serving(module, endless) as served, asking(served.url, ENDLESS) as reply:
         events = reply.read()
         assert await anext(events)
         await served.service.drain(0.05)
@@ -277,13 +277,9 @@ async def test_what_runs_longer_is_ended_with_an_error(module: ModuleType, model
     assert figures["document_requests_total{stopped}"] == 1
 
 
-async def test_a_client_that_reads_nothing_is_left_after_a_while(
-    model: CausalModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # However few tokens the model has to say.
-    monkeypatch.setattr(service, "_BUFFERED", 4)
+async def test_a_client_that_reads_nothing_is_left_after_a_while(endless: CausalModel) -> None:
     limits = Limits(stall=0.2)
-    async with serving(MODULES[0], model, limits) as served:
+    async with serving(MODULES[0], endless, limits) as served:
         with pytest.raises(ConnectionResetError):
             async with served.service.answer(json.dumps(ENDLESS).encode()) as answer:
                 await answer.begin()
