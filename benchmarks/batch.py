@@ -5,9 +5,10 @@
 
 In each round fresh prompts go through both ways, taking turns at being first: each stream on its own from
 its prefill to the end of its answer, and all of them phase by phase, each phase waiting for the last of
-the one before. ``even``: all streams are alike. ``slow edit``: the score of one stream takes SECONDS, as
-that of a policy with a model of its own would. ``long prompt``: one prompt is several times as long. It is
-another stream in each round.
+the one before. ``even``: all streams are alike. ``slow edit``: the score of one stream takes a part (SLOW)
+of what a whole batch of even ones takes, as that of a policy with a model of its own would. ``long
+prompt``: one prompt is several times as long. It is another stream in each round, as all depends on how
+early the engine comes to it: behind the others' edits there is nothing left to do beside it.
 Ratios come first, above 1 where ``run`` is the faster; seconds are this machine's.
 """
 
@@ -52,13 +53,21 @@ class Rounds:
         self._engine = engine
         self._given = given
         self._chance = random.Random(given.seed)
+        self._slow_seconds = 0.0
         self._params = {"max_tokens": given.max_tokens, "temperature": 0, "ignore_eos": True}
 
-    async def measure(self, scenario: str) -> dict[str, Any]:
-        """Return the medians of a scenario, in seconds, and their ratio."""
+    async def warm_up(self) -> float:
+        """Run even batches, measure out the slow score by the seconds of the last, and return its own."""
+        await self.measure("even", 1)
+        batch_seconds: float = (await self.measure("even", 1))["barriers_seconds"]
+        self._slow_seconds = self._given.slow * batch_seconds
+        return self._slow_seconds
+
+    async def measure(self, scenario: str, rounds: int) -> dict[str, Any]:
+        """Return the medians of a scenario in so many rounds, in seconds, and their ratio."""
         seconds: dict[str, list[float]] = {"barriers": [], "run": []}
         ways = {"barriers": self._with_barriers, "run": self._without}
-        for number in range(self._given.rounds):
+        for number in range(rounds):
             # Each of them once in as many rounds: it matters how early the engine comes to it.
             special = number % self._given.streams
             for way in list(ways) if number % 2 else list(ways)[::-1]:
@@ -85,7 +94,7 @@ class Rounds:
             batch.add(lms.create_request(self._cache, self._engine, prompt))
         slow = prompts[special] if scenario == "slow edit" else None
         started = time.perf_counter()
-        await way(batch, _edges(slow, given.seconds))
+        await way(batch, _edges(slow, self._slow_seconds))
         took = time.perf_counter() - started
         for outcome in batch.get_perf_metrics("decode").outcomes:
             if outcome.decode is None or outcome.decode.output_tokens != given.max_tokens:
@@ -132,9 +141,10 @@ async def measure(given: argparse.Namespace) -> dict[str, Any]:
             lms.VLLMCompletions(vllm.url, vllm.model) as engine,
         ):
             rounds = Rounds(cache, engine, given)
-            await rounds.measure("even")
-            found = {scenario: await rounds.measure(scenario) for scenario in given.scenarios}
-    return {"scenarios": found, "settings": {**vars(given), "chunk_size": cache.chunk_size}}
+            slow_seconds = await rounds.warm_up()
+            found = {scenario: await rounds.measure(scenario, given.rounds) for scenario in given.scenarios}
+    settings = {**vars(given), "slow_seconds": round(slow_seconds, 2), "chunk_size": cache.chunk_size}
+    return {"scenarios": found, "settings": settings}
 
 
 def main() -> None:
@@ -143,10 +153,10 @@ def main() -> None:
     )
     add = parser.add_argument
     add("--streams", type=int, default=8, help="streams of a batch (default: 8)")
-    add("--tokens", type=int, default=3000, help="tokens of a prompt (default: 3000)")
-    add("--max-tokens", type=int, default=32, help="tokens of an answer (default: 32)")
+    add("--tokens", type=int, default=2048, help="tokens of a prompt (default: 2048)")
+    add("--max-tokens", type=int, default=16, help="tokens of an answer (default: 16)")
     add("--rounds", type=int, default=8, help="batches a side and scenario (default: 8)")
-    add("--seconds", type=float, default=8.0, help="what the slow score takes (default: 8)")
+    add("--slow", type=float, default=0.5, help="slow score's part of an even batch's seconds (default: 0.5)")
     add("--long-tokens", type=int, default=4000, help="tokens of the long prompt (default: 4000)")
     add("--dtype", default="bfloat16", help="of the engine (default: bfloat16)")
     add("--seed", type=int, default=0, help="of the prompts (default: 0)")
