@@ -68,7 +68,9 @@ class Job:
         self._policy = described(plan.policy)
         self._memory = ByteLimiter(memory_limit())
         self._text_model: TextModel | InvalidRequestError | None = None
-        # Reading may wait for input for ever, which must not keep rows from being written.
+        # Each of these waits for something else: a download, input that does not come, a disk. What is
+        # ended waits for the disk alone.
+        self._loading = Workers("lmcache-stream job tokenizer", 1)
         self._reading = Workers("lmcache-stream job reading", 1)
         self._writing = Workers("lmcache-stream job writing", 1)
         self._began = self._ended = 0.0
@@ -104,12 +106,14 @@ class Job:
         try:
             await self._reading.run(self._source.open)
             self.has_begun = True
+            self._text_model = await self._loading.run(self._load)
             async with aclosing(self._rows()) as rows:
                 outage = await side_by_side(rows, self._work, limit=self._plan.limit)
             self.is_through = outage is None
         finally:
             self._ended = time.perf_counter()
             self.counts.skipped = self._source.passed_over
+            self._loading.close()
             self._reading.submit(self._source.close)
             self._reading.close()
             self._writing.close()
@@ -161,18 +165,17 @@ class Job:
                     yield row, ids
 
     def _encode(self, row: PromptRow) -> tuple[int, ...]:
-        model = self._loaded()
-        if isinstance(model, InvalidRequestError):
-            raise model
-        return tuple(model.encode(row))
+        if isinstance(self._text_model, InvalidRequestError):
+            raise self._text_model
+        assert self._text_model is not None
+        return tuple(self._text_model.encode(row))
 
-    def _loaded(self) -> TextModel | InvalidRequestError:
-        if self._text_model is None:
-            try:
-                self._text_model = TextModel(self._servers.load_tokenizer())
-            except InvalidRequestError as error:
-                self._text_model = error
-        return self._text_model
+    def _load(self) -> TextModel | InvalidRequestError:
+        try:
+            return TextModel(self._servers.load_tokenizer())
+        except InvalidRequestError as error:
+            # An error for rows of text alone.
+            return error
 
     def _bad(self, line: int, reason: str) -> None:
         self.counts.bad += 1
@@ -225,7 +228,7 @@ class Job:
         outcome: StreamOutcome,
         baseline: StreamOutcome | None,
     ) -> None:
-        model = self._loaded()
+        model = self._text_model
         answer = row_of(
             row,
             ids,

@@ -23,7 +23,7 @@ class Servers:
         context: the cache.
         engine: the engine.
         model: the model's name in the engine.
-        load_tokenizer: gives a transformers tokenizer, at its first use, in a thread.
+        load_tokenizer: gives a transformers tokenizer; called once, when the job begins, in a thread.
         vocab_size: of the model, where it is known.
         max_model_len: of the model, where it is known.
     """

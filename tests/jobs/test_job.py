@@ -352,6 +352,31 @@ async def test_a_row_that_is_being_written_is_whole_when_a_cancelled_job_is_over
     assert folder.job.counts.done == folder.job.report().completed == 1
 
 
+async def test_a_cancelled_job_does_not_wait_for_a_tokenizer_that_is_being_loaded(
+    folder: Folder, servers: Servers
+) -> None:
+    begun, free = threading.Event(), threading.Event()
+
+    def slowly() -> Any:
+        begun.set()
+        free.wait(30)
+        return Words()
+
+    folder.ask_numbers(1)
+    task = asyncio.ensure_future(folder.run(replace(servers, load_tokenizer=slowly)))
+    try:
+        while not begun.is_set():
+            await asyncio.sleep(0.001)
+        task.cancel()
+        async with asyncio.timeout(5):
+            with pytest.raises(asyncio.CancelledError):
+                await task
+    finally:
+        free.set()
+    await folder.run(servers, resume=True)
+    assert [row["id"] for row in folder.rows] == [0]
+
+
 async def test_an_output_that_cannot_be_written_ends_the_job(
     folder: Folder, servers: Servers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
