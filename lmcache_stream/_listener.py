@@ -11,8 +11,9 @@ from enum import Enum
 from urllib.parse import urlsplit
 
 from ._background import to_the_end
+from ._checks import is_loopback
 
-__all__ = ["QUIET", "Listener", "Spoken", "listener_at", "spoken"]
+__all__ = ["QUIET", "Listener", "Spoken", "listener_at", "same_listener", "spoken"]
 
 # A ZeroMQ socket greets at once; HTTP and TLS servers wait to be asked.
 _GREETING_SECONDS = 0.5
@@ -80,8 +81,7 @@ async def listener_at(url: str, *, deadline: float) -> Listener:
 
     Raises nothing: who cannot be reached is ``Spoken.NOTHING``.
     """
-    parts = urlsplit(url)
-    host, port = parts.hostname or "", parts.port or _PORTS.get(parts.scheme, 0)
+    host, port = _host_and_port(url)
     heard = bytearray()
     connected = False
     try:
@@ -99,6 +99,17 @@ async def listener_at(url: str, *, deadline: float) -> Listener:
         if not connected:
             return Listener(Spoken.NOTHING, _reason(error))
     return Listener(spoken(bytes(heard)))
+
+
+def same_listener(url: str, other: str) -> bool:
+    """Tell whether both addresses name one host and port; none is resolved, this machine's count as one."""
+    (host, port), (other_host, other_port) = _host_and_port(url), _host_and_port(other)
+    return port == other_port and (host == other_host or (is_loopback(host) and is_loopback(other_host)))
+
+
+def _host_and_port(url: str) -> tuple[str, int]:
+    parts = urlsplit(url)
+    return parts.hostname or "", parts.port or _PORTS.get(parts.scheme, 0)
 
 
 def _reason(error: OSError | UnicodeError) -> str:

@@ -12,13 +12,14 @@ import torch
 from ._checks import checked_salt, checked_seconds, checked_token_ids
 from ._edited import ADVICE
 from ._editing import KVEdit, Queries, apply_edit, check_edit
+from ._listener import same_listener
 from ._retrieval import wait_for_prefix
 from ._state import EditReport, StreamState, forked_salt
 from ._storing import AppliedEdit, commit_edit
 from ._turns import Turns
 from .cache.context import AsyncLMCacheContext
 from .cache.lookups import PrefixLease
-from .completions import PostCompletion
+from .completions import PostCompletion, VLLMCompletions
 from .errors import CacheLostError, InvalidRequestError
 from .generation import Generation
 from .metrics import StreamPerfMetrics
@@ -42,7 +43,8 @@ class AsyncLMCacheStream:
             the salt, so that others with equal tokens are served the edited KV.
 
     Raises:
-        InvalidRequestError: an empty prompt, bad ids, a bad salt or an unknown isolation.
+        InvalidRequestError: an empty prompt, bad ids, a bad salt, an unknown isolation, or an engine whose
+            address is the cache's.
     """
 
     def __init__(
@@ -61,6 +63,9 @@ class AsyncLMCacheStream:
             raise InvalidRequestError(f"isolation={isolation!r} is neither 'fork' nor 'shared'")
         if not callable(post_completion):
             raise InvalidRequestError("post_completion must be callable, e.g. VLLMCompletions")
+        if isinstance(post_completion, VLLMCompletions) and same_listener(post_completion.base_url, ctx.url):
+            # What is posted there can end the thread in which LMCache answers everybody.
+            raise InvalidRequestError(f"{post_completion!r} is at LMCache's own ZeroMQ port, not at vLLM's")
         self._context = ctx
         self._post_completion = post_completion
         self._isolation = isolation

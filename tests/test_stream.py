@@ -64,6 +64,19 @@ def state_of(stream: lms.AsyncLMCacheStream) -> tuple[object, ...]:
     )
 
 
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+async def test_an_engine_at_the_cache_s_own_port_is_refused(
+    context: lms.AsyncLMCacheContext, server: FakeLMCache, host: str
+) -> None:
+    """LMCache can die of what would be posted there."""
+    port = server.url.rpartition(":")[2]
+    engine = lms.VLLMCompletions(f"http://{host}:{port}/v1", "model")
+    with pytest.raises(lms.InvalidRequestError, match=f"{host}:{port}.* is at LMCache's own ZeroMQ port"):
+        lms.create_request(context, engine, PROMPT)
+    other = lms.VLLMCompletions(f"http://{host}:1", "model")
+    assert lms.create_request(context, other, PROMPT).tokens == tuple(PROMPT)
+
+
 async def test_a_pass_appends_its_ids_to_the_sequence_and_to_the_output(
     stream: lms.AsyncLMCacheStream, engine: ScriptedEngine
 ) -> None:

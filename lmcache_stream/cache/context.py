@@ -77,6 +77,11 @@ class AsyncLMCacheContext(Lifecycle):
         return self._peer.model_name
 
     @property
+    def url(self) -> str:
+        """The cache server's ZeroMQ address."""
+        return self._peer.requests.url
+
+    @property
     def edit_workers(self) -> Workers:
         """The threads that edits run in."""
         return self._edit_workers
@@ -249,7 +254,7 @@ class AsyncLMCacheContext(Lifecycle):
         return await self._edit_workers.run(fingerprint, kv, self.chunk_size, self.geometry.head_size)
 
     def __repr__(self) -> str:
-        state = "closed" if self._is_closed else self._peer.requests.url
+        state = "closed" if self._is_closed else self.url
         return f"<AsyncLMCacheContext {self.model_name!r} {state}>"
 
 

@@ -87,6 +87,11 @@ class VLLMCompletions:
         self._exchanges: set[Exchange] = set()
         self._closed = False
 
+    @property
+    def base_url(self) -> str:
+        """The server's address, without ``/v1``."""
+        return self._endpoint.root
+
     def __repr__(self) -> str:
         return f"<VLLMCompletions {self._endpoint.root} model={self._model!r}>"
 

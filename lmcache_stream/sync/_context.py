@@ -41,6 +41,11 @@ class LMCacheContext:
         return self._context.model_name
 
     @property
+    def url(self) -> str:
+        """The cache server's ZeroMQ address."""
+        return self._context.url
+
+    @property
     def rope(self) -> RopeConfig:
         """The model's rotary embedding; see ``AsyncLMCacheContext.rope``."""
         return self._context.rope
