@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 import pydoc_data.topics
-import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import lmcache_stream as lms
+from lmcache_stream import sync
 
 DEFAULT_QUESTION = "What does the assert statement do? Answer in two sentences."
 
@@ -77,25 +76,13 @@ def default_text() -> str:
 
 
 def find_model_path(settings: Settings) -> str:
-    """Return the model's path, which is its name in LMCache."""
-    return settings.model_path or find_model_root(settings.engine_url, settings.model, settings.api_key)
-
-
-def find_model_root(engine_url: str, model: str, api_key: str | None) -> str:
-    """Return the path of a served model, which the engine lists as its ``root``."""
-    url = f"{engine_url}/v1/models"
-    request = urllib.request.Request(url)
-    if api_key:
-        request.add_header("Authorization", f"Bearer {api_key}")
+    """Return the model's path, which is its name in LMCache; without --model-path the engine tells it."""
+    if settings.model_path is not None:
+        return settings.model_path
     try:
-        with urllib.request.urlopen(request, timeout=10) as response:
-            models = json.load(response)["data"]
-        paths = {listed["id"]: listed["root"] for listed in models}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise SystemExit(f"no list of models from {url}: {error}; is vLLM running there?") from None
-    if model not in paths:
-        raise SystemExit(f"the engine serves no model {model!r}, but: {', '.join(paths)}")
-    return str(paths[model])
+        return sync.find_model(settings.engine_url, settings.model, api_key=settings.api_key).root
+    except lms.LMCacheStreamError as error:
+        raise SystemExit(f"{type(error).__name__}: {error}") from None
 
 
 def load_tokenizer(name: str) -> Any:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common import find_model_root, load_tokenizer
+from common import load_tokenizer
 
 import lmcache_stream as lms
 
@@ -58,7 +58,7 @@ async def open_servers(args: argparse.Namespace) -> AsyncIterator[Servers]:
         return
     url = args.engine_url.rstrip("/")
     # The engine's path of the model is its name in LMCache.
-    root = args.model_path or await asyncio.to_thread(find_model_root, url, args.model, args.api_key)
+    root = args.model_path or (await lms.find_model(url, args.model, api_key=args.api_key)).root
     tokenizer = await asyncio.to_thread(load_tokenizer, root)
     async with (
         lms.connect(args.cache_url, args.http_url, root) as cache,

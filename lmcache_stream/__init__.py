@@ -13,8 +13,10 @@ from .completions import (
     CompletionTimeouts,
     FinishEvent,
     PostCompletion,
+    ServedModel,
     TokenEvent,
     VLLMCompletions,
+    find_model,
 )
 from .dropping.keep import Keep, keep
 from .errors import (
@@ -80,6 +82,7 @@ __all__ = [
     "PhaseOutcome",
     "PostCompletion",
     "RopeConfig",
+    "ServedModel",
     "StoreIncompleteError",
     "StoreResult",
     "StreamBusyError",
@@ -92,5 +95,6 @@ __all__ = [
     "__version__",
     "connect",
     "create_request",
+    "find_model",
     "keep",
 ]

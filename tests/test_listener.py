@@ -14,9 +14,8 @@ import zmq.asyncio
 from aiohttp import web
 
 import lmcache_stream as lms
-from lmcache_stream._listener import Listener, Spoken, listener_at, spoken
+from lmcache_stream._listener import Listener, Spoken, listener_at, same_listener, spoken
 from lmcache_stream.cache.http import CacheHTTP
-from lmcache_stream.completions.models import find_model
 
 from .real.stack import free_port
 
@@ -46,6 +45,24 @@ def test_the_first_bytes_tell_the_protocol(first: bytes, what: Spoken) -> None:
 def test_a_greeting_is_known_however_little_of_it_has_come() -> None:
     for length in range(1, len(GREETING) + 1):
         assert spoken(GREETING[:length]) is Spoken.ZEROMQ
+
+
+@pytest.mark.parametrize(
+    ("url", "other", "same"),
+    [
+        ("http://127.0.0.1:5555", "tcp://127.0.0.1:5555", True),
+        ("http://localhost:5555/v1", "tcp://[::1]:5555", True),
+        ("http://0.0.0.0:5555", "tcp://127.0.0.1:5555", True),
+        ("http://gpu-1:5555", "tcp://GPU-1:5555", True),
+        ("http://gpu-1", "tcp://gpu-1:80", True),
+        ("http://127.0.0.1:5555", "tcp://127.0.0.1:5556", False),
+        ("http://gpu-1:5555", "tcp://gpu-2:5555", False),
+        ("http://gpu-1:5555", "tcp://127.0.0.1:5555", False),
+    ],
+)
+def test_the_same_listener_is_the_same_host_and_port(url: str, other: str, same: bool) -> None:
+    assert same_listener(url, other) is same
+    assert same_listener(other, url) is same
 
 
 @asynccontextmanager
@@ -150,7 +167,7 @@ async def test_what_asks_a_zeromq_socket_by_mistake_sends_it_no_message(host: st
         with pytest.raises(
             lms.EngineConnectError, match="a ZeroMQ socket answers there, as at LMCache's --port"
         ):
-            await find_model(root, "m", api_key="k" * 200)
+            await lms.find_model(root, "m", api_key="k" * 200)
         # LMCache dies of a message that is not its own.
         assert not await router.poll(500)
 

@@ -65,6 +65,12 @@ def test_the_whole_job_without_await(server: FakeLMCache) -> None:
     assert loop_threads() == []
 
 
+def test_asking_for_a_model_leaves_no_loop_behind() -> None:
+    with pytest.raises(lms.EngineConnectError, match=r"GET http://127\.0\.0\.1:1/v1/models"):
+        sync.find_model("http://127.0.0.1:1", "small")
+    assert loop_threads() == []
+
+
 async def test_inside_a_running_loop() -> None:
     with serving() as server:
         assert run_all(server) == [8, 9]

@@ -12,8 +12,7 @@ from typing import Any
 from .._workers import Workers
 from ..cache.connect import connect
 from ..cache.model_config import load_model_config
-from ..completions import VLLMCompletions
-from ..completions.models import find_model
+from ..completions import VLLMCompletions, find_model
 from ..errors import GeometryError
 from ..jobs import Servers
 from ..jobs.tokens import load_tokenizer

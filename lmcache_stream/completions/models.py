@@ -56,7 +56,12 @@ def served_models(body: bytes) -> list[ServedModel]:
 
 
 async def find_model(base_url: str, model: str, *, api_key: str | None = None) -> ServedModel:
-    """Ask an engine for the model that it serves as ``model``.
+    """Ask an engine for the model that it serves as ``model``: its root is the ``model_name`` of ``connect``.
+
+    Args:
+        base_url: the engine's address, with or without ``/v1``.
+        model: the name under which the model is served.
+        api_key: sent as ``Authorization: Bearer``.
 
     Raises:
         InvalidRequestError: it serves none of this name; those that it serves are told.

@@ -10,7 +10,7 @@ from ..batch import BatchReport, PhaseOutcome, StreamOutcome
 from ..cache.geometry import KVGeometry
 from ..cache.stores import StoreResult
 from ..cache.timeouts import Timeouts
-from ..completions import CompletionTimeouts, FinishEvent, PostCompletion, TokenEvent
+from ..completions import CompletionTimeouts, FinishEvent, PostCompletion, ServedModel, TokenEvent
 from ..dropping.keep import Keep, keep
 from ..errors import (
     BatchStoppedError,
@@ -37,7 +37,7 @@ from ..errors import (
 from ..metrics import Distribution, StreamPerfMetrics
 from ..rope import RopeConfig
 from ._batch import LMCacheBatchedStream
-from ._completions import SyncPostCompletion, VLLMCompletions
+from ._completions import SyncPostCompletion, VLLMCompletions, find_model
 from ._context import LMCacheContext, connect
 from ._stream import Generation, LMCacheStream, create_request
 
@@ -74,6 +74,7 @@ __all__ = [
     "PhaseOutcome",
     "PostCompletion",
     "RopeConfig",
+    "ServedModel",
     "StoreIncompleteError",
     "StoreResult",
     "StreamBusyError",
@@ -87,5 +88,6 @@ __all__ = [
     "__version__",
     "connect",
     "create_request",
+    "find_model",
     "keep",
 ]

@@ -14,8 +14,9 @@ import anyio
 
 from .._background import to_the_end
 from .._workers import Workers
-from ..completions import CompletionTimeouts, FinishEvent, PostCompletion, TokenEvent
+from ..completions import CompletionTimeouts, FinishEvent, PostCompletion, ServedModel, TokenEvent
 from ..completions import VLLMCompletions as AsyncVLLMCompletions
+from ..completions import find_model as find_model_async
 from ..errors import InvalidRequestError
 from ._portal import Portal
 
@@ -24,6 +25,19 @@ _CLOSE_SECONDS = 1.0
 
 Event: TypeAlias = TokenEvent | FinishEvent
 SyncPostCompletion: TypeAlias = Callable[[list[int], dict[str, Any], str], Iterable[Event]]
+
+
+def find_model(base_url: str, model: str, *, api_key: str | None = None) -> ServedModel:
+    """Ask an engine for the model that it serves as ``model``; see ``lmcache_stream.find_model``."""
+
+    async def find() -> ServedModel:
+        return await find_model_async(base_url, model, api_key=api_key)
+
+    portal = Portal(f"the connection to {base_url}")
+    try:
+        return portal.call(find)
+    finally:
+        portal.release()
 
 
 class VLLMCompletions:
@@ -47,6 +61,11 @@ class VLLMCompletions:
         except BaseException:
             self._portal.release()
             raise
+
+    @property
+    def base_url(self) -> str:
+        """The server's address, without ``/v1``."""
+        return self._inner.base_url
 
     @property
     def inner(self) -> AsyncVLLMCompletions:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
 import pytest
 
 import lmcache_stream as lms
-from lmcache_stream.completions.models import ServedModel, find_model
+from lmcache_stream import ServedModel, find_model, sync
 
 from .scripted import Connection, serving
 
@@ -40,6 +41,12 @@ async def test_a_model_is_found_by_its_name(name: str, model: ServedModel) -> No
         assert await find_model(f"{server.url}/v1", name, api_key="k") == model
     assert seen[0].line.startswith("GET /v1/models ")
     assert seen[0].headers["authorization"] == "Bearer k"
+
+
+async def test_without_await_it_is_the_same() -> None:
+    async with serving(answering({"data": CARDS})) as server:
+        found = await asyncio.to_thread(sync.find_model, server.url, "small")
+    assert found == ServedModel("small", "/models/small", 512)
 
 
 async def test_the_names_that_are_served_are_told() -> None:
