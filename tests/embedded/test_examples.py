@@ -127,7 +127,7 @@ async def test_the_same_script_runs_against_servers(model: CausalModel) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--engine-url", "http://127.0.0.1:1", "--model", "m"), "is vLLM running there?"),
+        (("--engine-url", "http://127.0.0.1:1", "--model", "m"), "start the engine (vllm serve)"),
         (("--model", "/nowhere"), "InvalidRequestError: transformers cannot load the model '/nowhere'"),
     ],
 )
