@@ -3,7 +3,13 @@
 from ._editing import KVEdit
 from ._state import EditReport
 from ._version import __version__
-from .batch import AsyncLMCacheBatchedStream, BatchReport, PhaseOutcome, StreamOutcome
+from .batch import (
+    AsyncLMCacheBatchedStream,
+    BatchReport,
+    BatchStoppedError,
+    PhaseOutcome,
+    StreamOutcome,
+)
 from .cache.connect import connect
 from .cache.context import AsyncLMCacheContext
 from .cache.geometry import KVGeometry
@@ -20,7 +26,6 @@ from .completions import (
 )
 from .dropping.keep import Keep, keep
 from .errors import (
-    BatchStoppedError,
     CacheConnectError,
     CacheError,
     CacheLostError,

@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from .batch.outcome import StreamOutcome
 
 __all__ = [
-    "BatchStoppedError",
     "CacheConnectError",
     "CacheError",
     "CacheLostError",
@@ -154,29 +149,3 @@ class StoreIncompleteError(CacheError):
 
 class CacheLostError(CacheError):
     """Edited KV was no longer in the cache when it was to be used."""
-
-
-class BatchStoppedError(LMCacheStreamError):
-    """A batch was stopped because its engine or its cache is down: no stream could have gone on.
-
-    ``__cause__`` is the connection error that outlived its retries.
-
-    Attributes:
-        party: ``engine`` or ``cache``.
-        outcomes: what the streams came to that had ended by then, in the order of adding; none of a job,
-            whose rows are in its output.
-        unfinished: ids of the others, which were cancelled or never begun, in the order of adding.
-    """
-
-    def __init__(
-        self,
-        message: str,
-        *,
-        party: str,
-        outcomes: Sequence[StreamOutcome],
-        unfinished: Sequence[str],
-    ) -> None:
-        super().__init__(message)
-        self.party = party
-        self.outcomes: tuple[StreamOutcome, ...] = tuple(outcomes)
-        self.unfinished: tuple[str, ...] = tuple(unfinished)

@@ -3,5 +3,6 @@
 from .batched import AsyncLMCacheBatchedStream
 from .outcome import PhaseOutcome, StreamOutcome
 from .report import BatchReport
+from .stopped import BatchStoppedError
 
-__all__ = ["AsyncLMCacheBatchedStream", "BatchReport", "PhaseOutcome", "StreamOutcome"]
+__all__ = ["AsyncLMCacheBatchedStream", "BatchReport", "BatchStoppedError", "PhaseOutcome", "StreamOutcome"]

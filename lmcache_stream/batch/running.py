@@ -8,7 +8,6 @@ from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Seque
 from typing import Any
 
 from .._background import Background, to_the_end
-from ..errors import BatchStoppedError
 from ..progress import counting
 from ..stream import AsyncLMCacheStream
 from .limits import ByteLimiter
@@ -17,6 +16,7 @@ from .phases import Phase
 from .report import BatchReport, Mode
 from .retries import RetryPolicy
 from .side_by_side import as_they_come, party_of, side_by_side
+from .stopped import BatchStoppedError
 from .work import carry_out
 
 __all__ = ["Run"]

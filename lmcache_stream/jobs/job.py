@@ -15,9 +15,10 @@ from ..batch.outcome import StreamOutcome
 from ..batch.phases import Edit, Phase, decode, prefill
 from ..batch.report import BatchReport
 from ..batch.side_by_side import party_of, side_by_side
+from ..batch.stopped import BatchStoppedError
 from ..batch.tally import Tally
 from ..batch.work import carry_out
-from ..errors import BatchStoppedError, InvalidRequestError
+from ..errors import InvalidRequestError
 from ..stream import AsyncLMCacheStream
 from .output import Output
 from .plan import Counts, Plan, Servers

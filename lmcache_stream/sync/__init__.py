@@ -6,14 +6,13 @@ Works in a plain script, in threads, and in a notebook whose own loop is running
 from .._editing import KVEdit
 from .._state import EditReport
 from .._version import __version__
-from ..batch import BatchReport, PhaseOutcome, StreamOutcome
+from ..batch import BatchReport, BatchStoppedError, PhaseOutcome, StreamOutcome
 from ..cache.geometry import KVGeometry
 from ..cache.stores import StoreResult
 from ..cache.timeouts import Timeouts
 from ..completions import CompletionTimeouts, FinishEvent, PostCompletion, ServedModel, TokenEvent
 from ..dropping.keep import Keep, keep
 from ..errors import (
-    BatchStoppedError,
     CacheConnectError,
     CacheError,
     CacheLostError,
