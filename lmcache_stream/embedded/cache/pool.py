@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import logging
 import mmap
 import os
@@ -17,8 +18,8 @@ from ...errors import CacheError
 logger = logging.getLogger(__name__)
 
 _FOLDER = Path("/dev/shm")
-# Clients of LMCache count on it.
-_PREFIX = "lmcache_l1_pool_"
+# Clients of LMCache count on its beginning. The rest tells these segments from LMCache's own.
+_PREFIX = "lmcache_l1_pool_embedded_"
 
 
 class Pool:
@@ -37,7 +38,7 @@ class Pool:
         """
         self.size = size
         self._descriptor = -1
-        self.name = f"{_PREFIX}{secrets.token_hex(8)}" if shared else ""
+        self.name = ""
         try:
             mapped = self._map_shared() if shared else mmap.mmap(-1, size)
         except (OSError, OverflowError, ValueError) as error:
@@ -49,13 +50,25 @@ class Pool:
         self._bytes: torch.Tensor | None = torch.frombuffer(mapped, dtype=torch.uint8)
 
     def _map_shared(self) -> mmap.mmap:
+        _remove_ownerless()
         free = os.statvfs(_FOLDER)
         if self.size > free.f_bavail * free.f_frsize:
             raise OSError(f"only {free.f_bavail * free.f_frsize} bytes are free")
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        self._descriptor = os.open(_FOLDER / self.name, flags, 0o600)
+        self._make_segment()
         os.ftruncate(self._descriptor, self.size)
         return mmap.mmap(self._descriptor, self.size)
+
+    def _make_segment(self) -> None:
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        while True:
+            self.name = f"{_PREFIX}{secrets.token_hex(8)}"
+            self._descriptor = os.open(_FOLDER / self.name, flags, 0o600)
+            # Held for as long as this process lives, however it ends.
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX)
+            if os.fstat(self._descriptor).st_nlink:
+                return
+            # Another process took it for ownerless before it was locked.
+            self._unlink()
 
     def back(self, offset: int, length: int) -> bool:
         """Get memory for a range before somebody writes into it; False where there is none.
@@ -94,3 +107,17 @@ class Pool:
         if self.name:
             with contextlib.suppress(FileNotFoundError):
                 (_FOLDER / self.name).unlink()
+
+
+def _remove_ownerless() -> None:
+    """Unlink the segments of processes that were killed, e.g. with a notebook's kernel."""
+    for path in _FOLDER.glob(f"{_PREFIX}*"):
+        # Another user's, or one that goes at this moment.
+        with contextlib.suppress(OSError):
+            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                path.unlink()
+                logger.info("the segment %s had no process any more", path)
+            finally:
+                os.close(descriptor)

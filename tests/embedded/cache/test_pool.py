@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import fcntl
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -35,6 +38,66 @@ def test_two_pools_have_two_names() -> None:
     for pool in pools:
         pool.close()
     assert pools[0].name != pools[1].name
+
+
+OWNER = f"""
+import sys
+from lmcache_stream.embedded.cache.pool import Pool
+pool = Pool({SIZE}, shared=True)
+print(pool.name, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_the_segment_of_a_killed_process_goes_with_the_next_pool() -> None:
+    foreign = Path("/dev/shm/lmcache_l1_pool_of_a_real_server")
+    foreign.write_bytes(b"x")
+    command = [sys.executable, "-c", OWNER]
+    try:
+        with (
+            subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as living,
+            subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as killed,
+        ):
+            assert living.stdout is not None
+            assert killed.stdout is not None
+            kept, lost = (Path("/dev/shm") / of.readline().strip() for of in (living.stdout, killed.stdout))
+            killed.kill()
+            killed.wait()
+            assert lost.exists()
+            pool = Pool(SIZE, shared=True)
+            try:
+                assert (kept.exists(), lost.exists(), foreign.exists()) == (True, False, True)
+                other = Pool(SIZE, shared=True)
+                other.close()
+                assert (Path("/dev/shm") / pool.name).exists()
+            finally:
+                pool.close()
+                living.kill()
+                living.wait()
+                kept.unlink()
+    finally:
+        foreign.unlink()
+
+
+def test_a_segment_that_is_taken_for_ownerless_before_it_is_locked_is_made_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lock = fcntl.flock
+    taken: list[Path] = []
+
+    def late(descriptor: int, operation: int) -> None:
+        if not taken:
+            taken.append(Path(f"/proc/self/fd/{descriptor}").readlink())
+            taken[0].unlink()
+        lock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    pool = Pool(SIZE, shared=True)
+    try:
+        assert taken[0].name not in ("", pool.name)
+        assert (Path("/dev/shm") / pool.name).stat().st_size == SIZE
+    finally:
+        pool.close()
 
 
 def test_a_private_pool_has_no_name() -> None:
