@@ -30,10 +30,12 @@ def main(settings: Settings, name: str, prompt: list[int]) -> None:
     ):
         print(f"{len(prompt)} tokens: {settings.question}\n\n--- from the whole text")
         base = sync.create_request(cache, engine, prompt)
+        base.generate({"max_tokens": 1})  # the engine offloads the prompt's KV
+        print(base.output_text(), end="")
         base_metrics = answer(base, settings.max_tokens)
 
         dropped = sync.create_request(cache, engine, prompt)
-        dropped.generate({"max_tokens": 1})  # the engine offloads the prompt's KV
+        dropped.generate({"max_tokens": 1})
         length = len(prompt) // cache.chunk_size * cache.chunk_size
         dropped.modify_kv(sync.keep(settings.kept(length)))
         report = dropped.edits[-1]

@@ -33,10 +33,12 @@ async def main(settings: Settings, name: str, prompt: list[int]) -> None:
     ):
         print(f"{len(prompt)} tokens: {settings.question}\n\n--- from the whole text")
         base = lms.create_request(cache, engine, prompt)
+        await base.generate({"max_tokens": 1})  # the engine offloads the prompt's KV
+        print(base.output_text(), end="")
         base_metrics = await answer(base, settings.max_tokens)
 
         dropped = lms.create_request(cache, engine, prompt)
-        await dropped.generate({"max_tokens": 1})  # the engine offloads the prompt's KV
+        await dropped.generate({"max_tokens": 1})
         length = len(prompt) // cache.chunk_size * cache.chunk_size
         await dropped.modify_kv(lms.keep(settings.kept(length)))
         report = dropped.edits[-1]

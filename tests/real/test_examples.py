@@ -36,8 +36,9 @@ def test_the_example_answers_from_the_edited_kv(stack: RealStack, script: str) -
     rows = {line[:24].strip(): line[24:].split() for line in lines[-7:]}
     prompt, edited = map(int, rows["prompt tokens"])
     assert edited < 0.6 * prompt
-    cached = int(rows["tokens from the cache"][1])
-    assert edited - cached < 64
+    # Both answers are decoded from cached KV, so that their times can be compared.
+    for length, cached in zip((prompt, edited), map(int, rows["tokens from the cache"]), strict=True):
+        assert 0 <= length - cached < 64
     whole, _, cut, _ = rows["KV in the cache"]
     assert 0.4 < float(cut) / float(whole) < 0.6
     start = next(number for number, line in enumerate(lines) if "tokens of KV cut to" in line)
