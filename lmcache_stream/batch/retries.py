@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -53,9 +54,14 @@ class RetryPolicy:
             return None
         wished = 0.0
         if isinstance(error, EngineStatusError) and error.status in _BUSY:
-            wished = error.retry_after or 0.0
+            # An engine of the caller's own can wish for anything.
+            wished = max(0.0, error.retry_after or 0.0)
         elif not is_connection_error(error):
             return None
         if wished > self.patience:
             return None
-        return wished + draw() * min(self.longest, self.first * 2.0 ** (attempts - 1))
+        try:
+            doubled = math.ldexp(self.first, attempts - 1)
+        except OverflowError:
+            doubled = math.inf
+        return wished + draw() * min(self.longest, doubled)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from email.utils import parsedate_to_datetime
 from typing import Any
@@ -41,7 +42,8 @@ def retry_after(value: str | None) -> float | None:
     if not value:
         return None
     if value.strip().isdecimal():
-        return float(value)
+        # Of more than 308 digits float() makes infinity, which nobody can round.
+        return min(float(value), sys.float_info.max)
     try:
         return max(0.0, parsedate_to_datetime(value).timestamp() - time.time())
     except (ValueError, OverflowError):

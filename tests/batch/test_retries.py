@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from typing import Any
 
@@ -37,6 +38,10 @@ def busy(status: int, retry_after: float | None = None) -> lms.EngineStatusError
         (busy(503, 0.0), 1, 0.25),
         (busy(503, 120.0), 1, 120.25),
         (busy(503, 121.0), 1, None),
+        # What no engine of ours says, but a caller's may.
+        (busy(503, -5.0), 1, 0.25),
+        (busy(503, math.nan), 1, 0.25),
+        (busy(503, math.inf), 1, None),
         # The last attempt, and what another attempt would not mend.
         (REFUSED, 10, None),
         (busy(500), 1, None),
@@ -52,6 +57,12 @@ def busy(status: int, retry_after: float | None = None) -> lms.EngineStatusError
 def test_the_pause_before_another_attempt(error: BaseException, attempts: int, pause: float | None) -> None:
     policy = RetryPolicy(max_attempts=10)
     assert policy.pause(error, attempts, lambda: 0.5) == pause
+
+
+def test_any_number_of_attempts_has_a_pause() -> None:
+    """The doubling leaves what a float holds at the 1025th."""
+    policy = RetryPolicy(max_attempts=10**6)
+    assert [policy.pause(REFUSED, attempts, lambda: 0.5) for attempts in (1024, 1025, 99_999)] == [15.0] * 3
 
 
 def test_pauses_have_full_jitter() -> None:

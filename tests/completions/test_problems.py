@@ -43,6 +43,12 @@ def test_retry_after_in_seconds(header: str | None, seconds: float | None) -> No
     assert retry_after(header) == seconds
 
 
+def test_a_retry_after_of_any_length_is_a_number_that_can_be_rounded() -> None:
+    found = retry_after("9" * 400)
+    assert found is not None
+    assert round(found) > 10**300
+
+
 def test_retry_after_as_a_date() -> None:
     later = retry_after(formatdate(time.time() + 100, usegmt=True))
     assert later is not None
