@@ -112,9 +112,13 @@ class Output:
             if not left:
                 return
             left -= 1
-            head = read_head(line)
-            assert head is not None
-            yield head.id
+            yield self._head(line).id
+
+    def _head(self, line: bytes) -> Head:
+        head = read_head(line)
+        if head is None:
+            raise InvalidRequestError(f"{self.path}: a row was changed while a job had it open: {_ANOTHER}")
+        return head
 
     def take_failed_out(self) -> None:
         """Take rows that failed out, to be run again: all at once, or not at all.
@@ -134,8 +138,7 @@ class Output:
             os.fchmod(file, stat.S_IMODE(os.fstat(self._file).st_mode))
             last = None
             for line in self._lines():
-                head = read_head(line)
-                assert head is not None
+                head = self._head(line)
                 if not head.is_failed:
                     _write(file, line)
                     last = head

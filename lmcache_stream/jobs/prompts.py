@@ -15,6 +15,9 @@ __all__ = ["BadRowError", "LineSplitter", "PromptRow", "check_tokens", "parse_ro
 
 _PROMPTS = ("prompt", "messages", "prompt_token_ids")
 _BOM = b"\xef\xbb\xbf"
+# Lists and objects within each other. A row that is read must be written, and read again with --resume and
+# for a report, by threads whose stacks leave room for more of them or fewer.
+_DEEPEST = 500
 
 
 class BadRowError(Exception):
@@ -116,7 +119,21 @@ def _object(text: bytes) -> dict[str, Any]:
         raise BadRowError(f"no JSON: {error}") from error
     if not isinstance(row, dict):
         raise BadRowError(f"{_kind(row)}, no object")
+    # A depth needs as many openings, of which few rows have so many.
+    if text.count(b"[") + text.count(b"{") > _DEEPEST and _is_deeper(row, _DEEPEST):
+        raise BadRowError(f"lists and objects are nested more than {_DEEPEST} deep")
     return row
+
+
+def _is_deeper(value: Any, limit: int) -> bool:
+    """Tell whether lists and objects are within each other more than ``limit`` deep."""
+    level = [value]
+    for _ in range(limit):
+        inner = (one.values() if isinstance(one, dict) else one for one in level)
+        level = [each for one in inner for each in one if isinstance(each, dict | list)]
+        if not level:
+            return False
+    return True
 
 
 def _messages(value: Any) -> tuple[Mapping[str, Any], ...]:

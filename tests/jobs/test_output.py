@@ -171,6 +171,20 @@ def test_what_is_no_regular_file_is_refused(path: Path) -> None:
             opened(target)
 
 
+def test_a_row_that_is_changed_behind_a_job_is_told(path: Path) -> None:
+    path.write_bytes(row("a", failed=True) + ROWS[1])
+    output = opened(path)
+    with path.open("r+b") as file:
+        file.write(b"[")
+    with pytest.raises(lms.InvalidRequestError, match="a row was changed while a job had it open"):
+        list(output.done_ids())
+    with pytest.raises(lms.InvalidRequestError, match="a row was changed while a job had it open"):
+        output.take_failed_out()
+    output.close()
+    assert path.read_bytes().endswith(ROWS[1])
+    assert list(path.parent.iterdir()) == [path]
+
+
 def test_a_row_that_cannot_be_written_leaves_nothing(path: Path) -> None:
     output = opened(path)
     output.append(ROWS[0])

@@ -71,6 +71,22 @@ def test_what_is_wrong_with_a_row_is_told(text: bytes, reason: str) -> None:
     assert reason in str(caught.value)
 
 
+def test_a_row_is_no_deeper_than_every_thread_can_write_and_read_it() -> None:
+    """What json's recursion leaves room for differs by the stack that it begins on."""
+
+    def nested(depth: int) -> bytes:
+        return b'{"id": 1, "prompt": "x", "more": ' + b"[" * depth + b"]" * depth + b"}"
+
+    row = parse_row(nested(499), 7)
+    assert row is not None
+    assert json.dumps(row.extra["more"]) == "[" * 499 + "]" * 499
+    wide = line_of(id=1, prompt="x", more=[[{}]] * 5000)
+    assert parse_row(wide, 7) == PromptRow(7, 1, prompt="x", extra={"more": [[{}]] * 5000})
+    for depth in (500, 700):
+        with pytest.raises(BadRowError, match="nested more than 500 deep"):
+            parse_row(nested(depth), 7)
+
+
 def test_a_byte_order_mark_is_at_the_beginning_alone() -> None:
     text = b"\xef\xbb\xbf" + line_of(id="a", prompt="x")
     assert parse_row(text, 1) == PromptRow(1, "a", prompt="x")
