@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
 from pathlib import Path
 
@@ -18,7 +19,8 @@ def replace_file(path: Path, content: bytes) -> None:
     if path.exists() and not path.is_file():
         path.write_bytes(content)
         return
-    target = path.resolve()
+    # Path.resolve() raises no OSError, but a RuntimeError, of links that lead to each other.
+    target = Path(os.path.realpath(path))
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
     try:
         with temporary.open("xb") as file:

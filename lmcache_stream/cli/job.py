@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -75,8 +76,14 @@ async def run_job(settings: Settings) -> int:
 
 
 def _check_paths(settings: Settings) -> None:
-    if settings.report is not None and not settings.report.parent.is_dir():
-        raise InvalidRequestError(f"--report {settings.report}: there is no folder {settings.report.parent}")
+    if settings.report is not None:
+        # At the end, when it is written, that would come late.
+        if not settings.report.parent.is_dir():
+            raise InvalidRequestError(
+                f"--report {settings.report}: there is no folder {settings.report.parent}"
+            )
+        if settings.report.is_dir():
+            raise InvalidRequestError(f"--report {settings.report}: it is a folder")
     if settings.prompts != STDIN:
         # Before servers are started, which takes a while. Not opened: a pipe would be broken by that.
         try:
@@ -84,7 +91,7 @@ def _check_paths(settings: Settings) -> None:
         except OSError as error:
             raise InvalidRequestError(f"--prompts {settings.prompts}: {error.strerror}") from error
     given = {"--prompts": settings.prompts, "--report": settings.report, "--output": settings.output}
-    places = {option: Path(path).resolve() for option, path in given.items() if path not in (None, STDIN)}
+    places = {option: os.path.realpath(path) for option, path in given.items() if path not in (None, STDIN)}
     for (one, path), (other, another) in itertools.combinations(places.items(), 2):
         if path == another:
             raise InvalidRequestError(f"{one} and {other} are one file: {path}")

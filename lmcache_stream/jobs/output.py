@@ -50,8 +50,9 @@ class Output:
     """
 
     def __init__(self, path: Path, *, resume: bool = False) -> None:
-        # A link would be replaced, and not the file that it leads to.
-        self.path = path.resolve()
+        # A link would be replaced, and not the file that it leads to. Path.resolve() raises a RuntimeError of
+        # links that lead to each other, on which the system has a word of its own.
+        self.path = Path(os.path.realpath(path))
         self.state = OutputState()
         self._resume = resume
         self._file = -1

@@ -54,7 +54,8 @@ def write_report(outputs: Sequence[Path], page: Path) -> Report:
     report = Report(page, compare([read_job(output) for output in outputs]))
     html = build_page(report.comparison)
     try:
-        replace_file(page, html.encode())
+        # Of a file whose name is no UTF-8 the page shows what it can.
+        replace_file(page, html.encode(errors="replace"))
     except OSError as error:
         raise InvalidRequestError(f"--html {page}: {error.strerror or error}") from error
     return report

@@ -216,6 +216,9 @@ def test_usage_that_cannot_be_is_told(tmp_path: Path, capsys: pytest.CaptureFixt
         (row(1), [], "--resume goes on with a job, or name another file with --output"),
         (b"my notes\n", ["--resume"], "is no row of a job's output"),
         (b"", ["--report", "{folder}/nowhere/report.json"], "there is no folder"),
+        (b"", ["--report", "{folder}"], "it is a folder"),
+        (b"", ["--output", "{folder}/loop"], "Too many levels of symbolic links"),
+        (b"", ["--prompts", "{folder}/loop"], "Too many levels of symbolic links"),
         (b"", ["--prompts", "{folder}/out.jsonl"], "--prompts and --output are one file"),
         (b"", ["--prompts", "{folder}/nowhere"], "No such file or directory"),
         (row(1), ["--resume"], "are of the model m, this job's would be of"),
@@ -231,6 +234,7 @@ def test_a_job_that_cannot_begin_leaves_everything_as_it_is(
     words: str,
 ) -> None:
     (tmp_path / "out.jsonl").write_bytes(output)
+    (tmp_path / "loop").symlink_to("loop")
     write_prompts(tmp_path / "prompts.jsonl", [{"id": 1, "prompt": TEXT}])
     given = [one.format(folder=tmp_path) for one in more]
     arguments = ["run", *files(tmp_path), *where(stack), "--policy", "keydiff", "--ratio", "0.5", *given]

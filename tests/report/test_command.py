@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -110,3 +111,23 @@ def test_a_link_to_a_page_stays_one(tmp_path: Path) -> None:
     write_report([output], page)
     assert page.is_symlink()
     assert target.read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
+
+
+def test_a_page_takes_the_place_of_a_link_that_leads_nowhere(tmp_path: Path) -> None:
+    output, page = write_job(tmp_path / "out.jsonl", [row("x")]), tmp_path / "report.html"
+    page.symlink_to(page)
+    assert cli.main(["report", str(output), "--html", str(page)]) == 0
+    assert not page.is_symlink()
+
+
+def test_a_file_s_name_can_be_any_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Python has bytes that are no UTF-8 as lone surrogates, which a page cannot hold."""
+    monkeypatch.chdir(tmp_path)
+    for name in (b"a\xff.jsonl", b"b\xff.jsonl"):
+        write_job(Path(os.fsdecode(name)), [row("x")])
+    assert cli.main(["report", os.fsdecode(b"a\xff.jsonl"), os.fsdecode(b"b\xff.jsonl")]) == 0
+    page = Path("report.html").read_text(encoding="utf-8")
+    assert '"name":"a?.jsonl"' in page
+    assert "2 runs: report.html" in capsys.readouterr().out
