@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import signal
-import sys
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
@@ -19,6 +18,7 @@ from .doctor import add_doctor
 from .report import add_report
 from .run import add_run
 from .serve import add_serve_cache, add_serve_engine
+from .streams import prepare_streams, say
 
 __all__ = ["main"]
 
@@ -35,6 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     0: done. 1: an error, told in one line on stderr. 2: wrong usage. 130 and 143: ended by Ctrl-C and by
     SIGTERM, everything being closed. A command may have more of its own, as ``run`` has 3: some rows failed.
     """
+    prepare_streams()
     arguments = _parser().parse_args(argv)
     try:
         return asyncio.run(_until_terminated(arguments.prepare(arguments))) or 0
@@ -54,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _failed(error: Exception) -> int:
     text = " ".join(str(error).split())
-    sys.stderr.write(f"{_PROGRAM}: {type(error).__name__}: {text}\n")
+    say(f"{_PROGRAM}: {type(error).__name__}: {text}")
     return 1
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import os
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from ..jobs.source import STDIN
 from ..jobs.summary import as_json, as_lines
 from ..progress import Bars
 from .servers import Addresses, open_embedded, open_servers
+from .streams import say
 
 __all__ = ["SOME_FAILED", "Settings", "run_job"]
 
@@ -107,7 +107,7 @@ async def _run(settings: Settings, servers: Servers, path: str, output: Output, 
         queries = HFQueries(settings.queries_model or path, window=policy.query_window)
     limit = min(settings.max_concurrency, descriptor_limit())
     if limit < settings.max_concurrency:
-        _say(f"{limit} rows run at once, in half of the free file descriptors; `ulimit -n` allows more")
+        say(f"{limit} rows run at once, in half of the free file descriptors; `ulimit -n` allows more")
     plan = Plan(
         policy=policy,
         sampling_params=settings.sampling_params,
@@ -117,12 +117,12 @@ async def _run(settings: Settings, servers: Servers, path: str, output: Output, 
     )
     job = Job(servers, plan, Source(settings.prompts, output.done_ids), output)
     try:
-        with _telling(settings.progress, job) as (say, moved):
+        with _telling(settings.progress, job) as (tell, moved):
             if state.cut:
-                say(f"{output.path}: a row of which {state.cut} bytes had been written was taken away")
+                tell(f"{output.path}: a row of which {state.cut} bytes had been written was taken away")
             if state.retried:
-                say(f"{state.retried} rows that had failed are run again")
-            await job.run(say=say, moved=moved)
+                tell(f"{state.retried} rows that had failed are run again")
+            await job.run(say=tell, moved=moved)
     finally:
         _conclude(settings, job)
     return SOME_FAILED if job.counts.failed or job.counts.bad else 0
@@ -133,9 +133,9 @@ def _conclude(settings: Settings, job: Job) -> None:
     if not job.has_begun:
         return
     if not job.is_through:
-        _say("the job was ended early; the same command with --resume goes on with it")
+        say("the job was ended early; the same command with --resume goes on with it")
     for line in as_lines(job.counts, report):
-        _say(line)
+        say(line)
     if settings.report is not None:
         try:
             replace_file(settings.report, as_json(job.counts, report).encode())
@@ -143,14 +143,14 @@ def _conclude(settings: Settings, job: Job) -> None:
             if job.is_through:
                 raise
             # What ended the job is told, and must not be hidden by this.
-            _say(f"--report {settings.report}: {error.strerror}")
+            say(f"--report {settings.report}: {error.strerror}")
 
 
 @contextmanager
 def _telling(progress: bool, job: Job) -> Iterator[tuple[Callable[[str], object], Callable[[], object]]]:
     """Give what tells a line on stderr, and what moves the bar there, where there is one."""
     if not progress or importlib.util.find_spec("rich") is None:
-        yield _say, lambda: None
+        yield say, lambda: None
         return
     with Bars(stays=True) as bars:
 
@@ -162,8 +162,3 @@ def _telling(progress: bool, job: Job) -> Iterator[tuple[Callable[[str], object]
 
         move()
         yield bars.say, move
-
-
-def _say(line: str) -> None:
-    sys.stderr.write(line + "\n")
-    sys.stderr.flush()
