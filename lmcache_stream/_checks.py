@@ -72,7 +72,9 @@ def checked_url(url: str, schemes: Sequence[str], what: str) -> str:
     try:
         parts = urlsplit(url if isinstance(url, str) else "")
         host, port = parts.hostname, parts.port
-        fits = parts.scheme in schemes and bool(host)
+        fits = parts.scheme in schemes and bool(host) and url.isprintable() and " " not in url
+        # An error of this codec is what a host name with an empty or a long label comes to further on.
+        (host or "").encode("idna").decode("idna")
         if parts.scheme == "tcp":
             fits = fits and bool(port) and parts.path in ("", "/")
     except ValueError as error:
@@ -87,7 +89,11 @@ def is_loopback(host: str) -> bool:
     try:
         address = ipaddress.ip_address(host)
     except ValueError:
-        return host == "localhost" or host.endswith(".localhost")
+        # With a dot behind it a name is complete.
+        name = host.removesuffix(".")
+        return name == "localhost" or name.endswith(".localhost")
+    if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped:
+        address = address.ipv4_mapped
     # Connecting to 0.0.0.0, where a server says it listens, leads to this machine too.
     return address.is_loopback or address.is_unspecified
 

@@ -153,6 +153,16 @@ def test_a_url_passes_but_for_a_slash_at_its_end(url: str, schemes: list[str]) -
         ("tcp://localhost:70000", ["tcp"]),
         ("http://[::1", ["http"]),
         ("http:///path", ["http"]),
+        ("http://a..b:80", ["http"]),
+        ("http://.:80", ["http"]),
+        (f"http://{'a' * 64}:80", ["http"]),
+        ("http://xn--:80", ["http"]),
+        ("tcp://a b:80", ["tcp"]),
+        ("tcp://a\0b:80", ["tcp"]),
+        ("http://a\nb:80", ["http"]),
+        ("http://a:80\r\n", ["http"]),
+        # What an argument's bytes become that are no UTF-8.
+        ("tcp://h\udcff:80", ["tcp"]),
         ("", ["http"]),
         (None, ["http"]),
         (b"http://localhost", ["http"]),
@@ -160,8 +170,9 @@ def test_a_url_passes_but_for_a_slash_at_its_end(url: str, schemes: list[str]) -
     ],
 )
 def test_a_url_that_does_not_fit_is_refused_with_the_form_to_use(url: Any, schemes: list[str]) -> None:
-    with pytest.raises(InvalidRequestError, match=rf"^url={url!r} .*".replace("[", r"\[")) as caught:
+    with pytest.raises(InvalidRequestError) as caught:
         checked_url(url, schemes, "url")
+    assert str(caught.value).startswith(f"url={url!r} ")
     assert f"{schemes[0]}://HOST:PORT" in str(caught.value)
 
 
@@ -179,10 +190,13 @@ def test_no_text_is_a_crash(url: str) -> None:
         ("127.0.0.1", True),
         ("127.8.9.10", True),
         ("::1", True),
+        ("::ffff:127.0.0.1", True),
+        ("localhost.", True),
         # Where servers say that they listen, people connect: to this machine.
         ("0.0.0.0", True),
         ("::", True),
         ("10.0.0.1", False),
+        ("::ffff:10.0.0.1", False),
         ("fe80::1", False),
         ("localhost.example", False),
         ("notlocalhost", False),

@@ -27,7 +27,7 @@ def advice(error: BaseException, proxy: Proxy | None) -> str:
             f"the environment names the proxy {proxy.shown if proxy else None}: check it, or add the host to "
             "NO_PROXY"
         )
-    if isinstance(error, aiohttp.ClientConnectorDNSError):
+    if isinstance(error, aiohttp.ClientConnectorDNSError | aiohttp.InvalidURL):
         return "check the host name in base_url="
     if isinstance(error, aiohttp.ClientSSLError):
         return "check whether the server speaks TLS there and has a valid certificate"
