@@ -266,8 +266,12 @@ class AsyncLMCacheBatchedStream:
         """Return the streams with these ids, in the order of adding."""
         if isinstance(stream_ids, str):
             raise InvalidRequestError("stream_ids must be a sequence of ids, not one id")
-        wanted = {each: self.get_stream(each) for each in stream_ids}
-        if len(wanted) < len(stream_ids):
+        try:
+            ids = list(stream_ids)
+            wanted = {each: self.get_stream(each) for each in ids}
+        except TypeError as error:
+            raise InvalidRequestError(f"stream_ids must be a sequence of ids: {error}") from error
+        if len(wanted) < len(ids):
             raise InvalidRequestError("stream_ids names a stream twice: one operation at a time on each")
         return {each: stream for each, stream in self._streams.items() if each in wanted}
 

@@ -108,6 +108,11 @@ class _Work:
             # Nobody cancelled this stream: a PostCompletion or an edit leaked a cancellation of its own,
             # which a task group would take for a quiet end.
             return error
+        except (KeyboardInterrupt, SystemExit, GeneratorExit):
+            raise
+        except BaseException as error:
+            # What a library of Rust panics with is no Exception.
+            return error
         return None
 
     async def _try(self) -> None:

@@ -43,7 +43,10 @@ class TextModel:
             return list(ids)
         except BadRowError:
             raise
-        except Exception as error:  # Of transformers, tokenizers, or the template's own code.
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        # Of transformers, the template's own code, or tokenizers, whose panics are no Exception.
+        except BaseException as error:
             said = " ".join(str(error).split()) or type(error).__name__
             raise BadRowError(f"the tokenizer cannot take it: {said}") from error
 

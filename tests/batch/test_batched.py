@@ -179,6 +179,7 @@ async def test_what_cannot_be_right_is_refused_before_anything_is_sent(
     batch = batch_of([stream])
     twice, params = [stream.stream_id()] * 2, {"max_tokens": 1}
     wrong: Any = 5
+    odd_ids: list[Any] = [iter(twice), [5, []], [[]]]
     refused: list[tuple[Callable[[], object], str]] = [
         (lambda: batch.add(stream), "already"),
         (lambda: batch.add(wrong), "AsyncLMCacheStream"),
@@ -197,6 +198,10 @@ async def test_what_cannot_be_right_is_refused_before_anything_is_sent(
         (batch.run_streams(params, ["x"]), "no stream 'x'"),
         (batch.run_streams(params, "x"), "not one id"),
         (batch.run_streams(params, twice), "twice"),
+        (batch.run_streams(params, odd_ids[0]), "twice"),
+        (batch.run_streams(params, wrong), "a sequence of ids: 'int'"),
+        (batch.run_streams(params, odd_ids[1]), "no stream 5"),
+        (batch.run_streams(params, odd_ids[2]), "a sequence of ids: unhashable"),
         (batch.run_streams(wrong), "mapping"),
         (batch.prefill(params, ["x"]), "no stream 'x'"),
         (batch.modify_stream(wrong), "modify_kv takes"),
@@ -303,3 +308,33 @@ async def test_a_cancellation_that_nobody_asked_for_is_an_error_of_its_row(make:
     outcomes = await batch_of([make(), make()], 1).run(edit, {"max_tokens": 5})
     assert isinstance(outcomes[0].error, asyncio.CancelledError)
     assert outcomes[1].token_ids == (1, 7, 8)
+
+
+class PanicException(BaseException):
+    """What a library of Rust raises where it fails: no ``Exception``."""
+
+
+@pytest.mark.parametrize("in_thread", [True, False])
+async def test_a_panic_of_an_edit_is_an_error_of_its_row(make: MakeStream, in_thread: bool) -> None:
+    def edit(kv: torch.Tensor, tokens: list[int]) -> tuple[torch.Tensor, list[int]]:
+        if number_of(tokens) == 0:
+            raise PanicException("index out of bounds")
+        return first_half(kv, tokens)
+
+    async def on_the_loop(kv: torch.Tensor, tokens: list[int]) -> tuple[torch.Tensor, list[int]]:
+        return edit(kv, tokens)
+
+    batch = batch_of([make(), make()])
+    outcomes = await batch.run(edit if in_thread else on_the_loop, {"max_tokens": 5})
+    assert isinstance(outcomes[0].error, PanicException)
+    assert "in edit" in outcomes[0].traceback
+    assert outcomes[1].token_ids == (1, 7, 8)
+
+
+async def test_ids_can_come_from_anything_that_has_them(make: MakeStream) -> None:
+    batch = batch_of([make(), make(), make()])
+    ids = batch.stream_ids()
+    for some in (iter(ids[1:]), set(ids[1:]), dict.fromkeys(ids[1:])):
+        given: Any = some
+        outcomes = await batch.run_streams({"max_tokens": 1}, given)
+        assert [outcome.stream_id for outcome in outcomes] == list(ids[1:])

@@ -43,6 +43,18 @@ def test_a_chat_needs_a_template(tokenizer: Any, monkeypatch: pytest.MonkeyPatch
         TextModel(tokenizer).encode(row)
 
 
+class PanicException(BaseException):
+    """What tokenizers, which is Rust, raises where it fails: no ``Exception``."""
+
+
+def test_a_panic_of_the_tokenizer_is_of_its_row_alone() -> None:
+    def panic(text: str) -> Any:
+        raise PanicException(f"no {text}")
+
+    with pytest.raises(BadRowError, match="the tokenizer cannot take it: no x"):
+        TextModel(panic).encode(PromptRow(1, "a", prompt="x"))
+
+
 class Spaced:
     """A tokenizer of words, which writes a space in front of all but a text's first one."""
 
