@@ -82,6 +82,8 @@ async def _answers(request: web.Request) -> web.StreamResponse:
         body = await request.read()
     except web.HTTPRequestEntityTooLarge:
         raise service.refused(Problem.too_large()) from None
+    except web.RequestPayloadError:
+        raise service.refused(Problem.refused(400, "the body is not what its headers say")) from None
     response = web.StreamResponse(headers=SSE_HEADERS)
     try:
         async with service.answer(body) as answer:

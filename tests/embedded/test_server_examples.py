@@ -124,6 +124,27 @@ async def test_what_cannot_be_answered_is_refused_before_anything_streams(
 
 
 @both
+@pytest.mark.parametrize("encoding", ["gzip", "deflate"])
+async def test_a_body_that_is_not_what_its_headers_say_is_refused(
+    module: ModuleType, encoding: str, model: CausalModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with serving(module, model) as served:
+        where = urlsplit(served.url)
+        reader, writer = await asyncio.open_connection(where.hostname, where.port)
+        head = f"POST /v1/answers HTTP/1.1\r\nHost: x\r\nContent-Encoding: {encoding}\r\n"
+        writer.write(f"{head}Content-Length: 9\r\nConnection: close\r\n\r\n".encode() + b"\0\1garbage")
+        async with asyncio.timeout(5):
+            answer = await reader.read()
+        writer.close()
+        figures = await samples(served.url)
+        await served.until_clean()
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert b'{"error":{"type":"InvalidRequestError","message":"the body ' in answer
+    assert figures["document_requests_total{refused}"] == 1
+    assert [record for record in caplog.records if "handling request" in record.message] == []
+
+
+@both
 async def test_who_leaves_in_mid_question_is_no_error(
     module: ModuleType, model: CausalModel, caplog: pytest.LogCaptureFixture
 ) -> None:
