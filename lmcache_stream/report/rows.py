@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -14,32 +14,37 @@ from ..errors import InvalidRequestError
 __all__ = ["KV", "Baseline", "Broken", "Failure", "JobFile", "Metrics", "Row", "parse_job", "read_job"]
 
 
+# A row beyond these is no job's, and no figure of a report could be computed from it.
+_Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
+_Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+
+
 class KV(msgspec.Struct, frozen=True):
     """What the edit did to a row's KV."""
 
-    tokens_before: int
-    tokens_after: int
-    bytes_before: int = 0
-    bytes_after: int = 0
-    seconds: float | None = None
-    recomputed_tokens: int = 0
+    tokens_before: _Count
+    tokens_after: _Count
+    bytes_before: _Count = 0
+    bytes_after: _Count = 0
+    seconds: _Seconds | None = None
+    recomputed_tokens: _Count = 0
 
 
 class Metrics(msgspec.Struct, frozen=True):
     """Figures of a row; those of the decoding pass where nothing else is said."""
 
-    ttft: float | None = None
-    tpot: float | None = None
-    e2e_latency: float | None = None
-    itl: tuple[float, ...] | None = None
-    input_tokens: int | None = None
-    output_tokens: int | None = None
-    cached_tokens: int | None = None
-    prefill_ttft: float | None = None
-    edit_time: float | None = None
-    queue_time: float | None = None
-    seconds: float | None = None
-    attempts: int | None = None
+    ttft: _Seconds | None = None
+    tpot: _Seconds | None = None
+    e2e_latency: _Seconds | None = None
+    itl: tuple[_Seconds, ...] | None = None
+    input_tokens: _Count | None = None
+    output_tokens: _Count | None = None
+    cached_tokens: _Count | None = None
+    prefill_ttft: _Seconds | None = None
+    edit_time: _Seconds | None = None
+    queue_time: _Seconds | None = None
+    seconds: _Seconds | None = None
+    attempts: _Count | None = None
 
 
 class Failure(msgspec.Struct, frozen=True):
@@ -56,7 +61,7 @@ class Baseline(msgspec.Struct, frozen=True):
     text: str
     token_ids: tuple[int, ...] | None = None
     finish_reason: str | None = None
-    ttft: float | None = None
+    ttft: _Seconds | None = None
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,7 +80,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     line: int | None = None
     policy: str | msgspec.UnsetType | None = msgspec.UNSET
     model: str | msgspec.UnsetType | None = msgspec.UNSET
-    prompt_tokens: int | None = None
+    prompt_tokens: _Count | None = None
     text: str | None = None
     token_ids: tuple[int, ...] | None = None
     finish_reason: str | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -62,7 +63,9 @@ def _timed(name: str) -> Callable[[Metrics], Iterable[float | None]]:
 
 def _throughput(metrics: Metrics) -> Iterable[float | None]:
     if metrics.output_tokens and metrics.e2e_latency:
-        yield metrics.output_tokens / metrics.e2e_latency
+        throughput = metrics.output_tokens / metrics.e2e_latency
+        # Of a time that no clock tells, a float does not hold it.
+        yield throughput if math.isfinite(throughput) else None
 
 
 _Figure = tuple[str, str, str, str, str, Callable[[Metrics], Iterable[float | None]]]

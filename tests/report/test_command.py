@@ -131,3 +131,13 @@ def test_a_file_s_name_can_be_any_bytes(
     page = Path("report.html").read_text(encoding="utf-8")
     assert '"name":"a?.jsonl"' in page
     assert "2 runs: report.html" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("value", [1e308, -1e308, 5e-324, 10**4000])
+def test_figures_that_no_job_has_are_no_traceback(tmp_path: Path, value: float) -> None:
+    odd = {"ttft": value, "e2e_latency": value, "itl": [value], "output_tokens": 10**9, "attempts": 3}
+    rows = [row("x"), row("y", metrics=odd), row("z", metrics={"output_tokens": value, "e2e_latency": 1.0})]
+    output = write_job(tmp_path / "out.jsonl", rows)
+    told = str(write_report([output], tmp_path / "report.html"))
+    lost = 2 if value != 5e-324 else 1
+    assert f"out.jsonl: {'1 line' if lost == 1 else '2 lines'} could not be read" in told
