@@ -88,8 +88,8 @@ def add_run(commands: Commands) -> None:
     where.add_argument("--engine-url", metavar="URL", help="vLLM, e.g. http://localhost:8000")
     where.add_argument("--embedded", action="store_true", help="a cache server and an engine in this process")
     server = servers.add_argument
-    server("--cache-url", default=CACHE_URL, metavar="URL", help=f"LMCache's --port {DEFAULT}")
-    server("--http-url", default=HTTP_URL, metavar="URL", help=f"its --http-port {DEFAULT}")
+    server("--cache-url", metavar="URL", help=f"LMCache's --port (default: {CACHE_URL})")
+    server("--http-url", metavar="URL", help=f"its --http-port (default: {HTTP_URL})")
     server("--model", help="name in vLLM's API; embedded: folder or Hub id (default: SmolLM2-135M-Instruct)")
     server("--model-path", metavar="PATH", help="folder or Hub id of its config (default: vLLM's path of it)")
     server("--tokenizer", metavar="MODEL", help="folder or Hub id (default: the model's path)")
@@ -114,8 +114,10 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> Coro
 
     if arguments.engine_url is not None and arguments.model is None:
         parser.error("--engine-url needs --model, the model's name in vLLM's API")
-    if arguments.embedded and (arguments.model_path or arguments.api_key):
-        parser.error("--embedded runs a stack of its own: give it no --model-path and no --api-key")
+    servers = ("cache_url", "http_url", "model_path", "api_key")
+    given = [f"--{name.replace('_', '-')}" for name in servers if getattr(arguments, name) is not None]
+    if arguments.embedded and given:
+        parser.error(f"--embedded runs a stack of its own: give it no {' and no '.join(given)}")
     if (arguments.ratio is None) == (arguments.budget is None) and arguments.policy != NO_POLICY:
         parser.error(f"--policy {arguments.policy} needs either --ratio or --budget")
     options = {name: getattr(arguments, name) for name in ("ratio", "budget", "sinks", "window", "run")}
@@ -130,8 +132,8 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> Coro
     if not arguments.embedded:
         addresses = Addresses(
             engine_url=arguments.engine_url,
-            cache_url=arguments.cache_url,
-            http_url=arguments.http_url,
+            cache_url=arguments.cache_url or CACHE_URL,
+            http_url=arguments.http_url or HTTP_URL,
             model=arguments.model,
             model_path=arguments.model_path,
             tokenizer=arguments.tokenizer,

@@ -185,6 +185,10 @@ def test_usage_that_cannot_be_is_told(tmp_path: Path, capsys: pytest.CaptureFixt
         ([*base, "--policy", "none"], "one of the arguments --engine-url --embedded is required"),
         ([*base, *real, "--embedded", "--policy", "none"], "not allowed with argument"),
         ([*base, *real[:2], "--policy", "none"], "--engine-url needs --model"),
+        (
+            [*base, "--embedded", "--policy", "none", "--cache-url", "tcp://localhost:5555", "--api-key", "k"],
+            "--embedded runs a stack of its own: give it no --cache-url and no --api-key",
+        ),
         ([*base, *real, "--policy", "h2o"], "invalid choice: 'h2o'"),
         ([*base, *real, "--policy", "keydiff"], "needs either --ratio or --budget"),
         ([*base, *real, *keydiff, "--budget", "5"], "needs either --ratio or --budget"),
