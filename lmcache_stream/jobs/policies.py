@@ -52,5 +52,6 @@ def make_policy(name: str, *, run: int | None = None, **options: Any) -> Policy 
     if run is not None:
         given["run"] = run
     if given:
-        raise InvalidRequestError(f"{', '.join(given)}: there is nothing to choose without a policy")
+        shown = ", ".join(f"--{option}" for option in given)
+        raise InvalidRequestError(f"{shown}: --policy {NO_POLICY} drops nothing, there is nothing to choose")
     return None

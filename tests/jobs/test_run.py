@@ -186,13 +186,22 @@ def test_usage_that_cannot_be_is_told(tmp_path: Path, capsys: pytest.CaptureFixt
         ([*base, *real, "--embedded", "--policy", "none"], "not allowed with argument"),
         ([*base, *real[:2], "--policy", "none"], "--engine-url needs --model"),
         (
-            [*base, "--embedded", "--policy", "none", "--cache-url", "tcp://localhost:5555", "--api-key", "k"],
+            [
+                *base,
+                "--embedded",
+                "--policy",
+                "none",
+                "--cache-url",
+                "tcp://localhost:5555",
+                "--api-key",
+                "k",
+            ],
             "--embedded runs a stack of its own: give it no --cache-url and no --api-key",
         ),
         ([*base, *real, "--policy", "h2o"], "invalid choice: 'h2o'"),
         ([*base, *real, "--policy", "keydiff"], "needs either --ratio or --budget"),
         ([*base, *real, *keydiff, "--budget", "5"], "needs either --ratio or --budget"),
-        ([*base, *real, "--policy", "none", "--ratio", "0.5"], "ratio: there is nothing to choose"),
+        ([*base, *real, "--policy", "none", "--ratio", "0.5"], "--ratio: --policy none drops nothing"),
         ([*base, *real, "--policy", "snapkv", "--ratio", "0.5", "--window", "0"], "leaves no queries"),
         ([*base, *real, *keydiff, "--ratio", "1"], "'1' is not a share between 0 and 1"),
         ([*base, *real, *keydiff, "--sampling-params", "[1]"], "'[1]' is no JSON object"),
@@ -204,7 +213,7 @@ def test_usage_that_cannot_be_is_told(tmp_path: Path, capsys: pytest.CaptureFixt
         ),
         ([*base, *real, *keydiff, "--temperature", "-1"], "'-1' is not a number from 0"),
         ([*base, *real, *keydiff, "--queries-model", "q"], "--policy keydiff needs no queries"),
-        ([*base, *real, "--policy", "none", "--run", "8"], "run: there is nothing to choose"),
+        ([*base, *real, "--policy", "none", "--run", "8"], "--run: --policy none drops nothing"),
     ]
     for arguments, words in cases:
         with pytest.raises(SystemExit) as end:
