@@ -76,14 +76,18 @@ async def run_job(settings: Settings) -> int:
 
 
 def _check_paths(settings: Settings) -> None:
-    if settings.report is not None:
-        # At the end, when it is written, that would come late.
-        if not settings.report.parent.is_dir():
+    # Now: when they are written would be late.
+    for option, file in (("--output", settings.output), ("--report", settings.report)):
+        if file is None:
+            continue
+        if str(file) == STDIN:
             raise InvalidRequestError(
-                f"--report {settings.report}: there is no folder {settings.report.parent}"
+                f"{option} -: it is written to a file, not to standard output: name one"
             )
-        if settings.report.is_dir():
-            raise InvalidRequestError(f"--report {settings.report}: it is a folder")
+        if not file.parent.is_dir():
+            raise InvalidRequestError(f"{option} {file}: there is no folder {file.parent}")
+        if file.is_dir():
+            raise InvalidRequestError(f"{option} {file}: it is a folder")
     if settings.prompts != STDIN:
         # Before servers are started, which takes a while. Not opened: a pipe would be broken by that.
         try:
