@@ -245,6 +245,8 @@ class Job:
             outcome = replace(outcome, error=baseline.error)
         self.counts.done += outcome.is_ok
         self.counts.failed += not outcome.is_ok
+        if outcome.error is not None and self.counts.first_failure is None:
+            self.counts.first_failure = f"line {row.line}: {' '.join(str(outcome.error).split())}"
         self._tally.add(outcome)
 
     def _stopped(self, outage: StreamOutcome) -> BatchStoppedError:

@@ -66,9 +66,11 @@ class Counts:
         failed: those that failed in a stream; they are in the output too.
         bad: those that could not be read, or are no prompt for the model.
         skipped: those that were in the output before.
+        first_failure: the line and the error of the first that failed.
     """
 
     done: int = 0
     failed: int = 0
     bad: int = 0
     skipped: int = 0
+    first_failure: str | None = None

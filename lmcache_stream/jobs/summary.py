@@ -34,6 +34,8 @@ def as_lines(counts: Counts, report: BatchReport) -> list[str]:
     if report.failures:
         counted = ", ".join(f"{count} {name}" for name, count in report.failures.items())
         lines.append(f"failures: {counted}; --retry-failed runs these rows again")
+    if counts.first_failure is not None:
+        lines.append(f"first failure: {counts.first_failure}")
     return lines
 
 

@@ -136,6 +136,8 @@ def test_rows_that_the_engine_refuses_are_rows_and_the_exit_code_tells(
     assert f"line 4: token id {VOCAB_SIZE} is beyond the model's vocabulary of {VOCAB_SIZE}" in told
     assert "rows: 1 done, 1 failed, 0 skipped, 2 bad" in told
     assert "failures: 1 EngineStatusError; --retry-failed runs these rows again" in told
+    (first,) = [line for line in told.splitlines() if line.startswith("first failure: line 2: ")]
+    assert "HTTP 400" in first
     found = {one["id"]: one for one in rows_of(tmp_path / "out.jsonl")}
     assert found["good"]["error"] is None
     assert found["full"]["error"]["type"] == "EngineStatusError"
