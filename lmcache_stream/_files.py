@@ -1,4 +1,4 @@
-"""Files that are written whole, or not at all."""
+"""Files that are written whole, or not at all; and folders that are not there."""
 
 from __future__ import annotations
 
@@ -7,7 +7,12 @@ import os
 import secrets
 from pathlib import Path
 
-__all__ = ["replace_file"]
+__all__ = ["is_missing_folder", "replace_file"]
+
+
+def is_missing_folder(name: str) -> bool:
+    """Return whether a model's name can only be a folder's, and there is no such folder."""
+    return name.startswith(("/", "./", "../", "~")) and not Path(name).is_dir()
 
 
 def replace_file(path: Path, content: bytes) -> None:

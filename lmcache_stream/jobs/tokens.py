@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from .._files import is_missing_folder
 from ..errors import InvalidRequestError
 from .prompts import BadRowError, PromptRow
 
@@ -98,6 +99,10 @@ def load_tokenizer(name: str) -> Any:
         raise InvalidRequestError(
             "a tokenizer needs transformers: pip install 'lmcache-stream[jobs]'"
         ) from error
+    if is_missing_folder(name):
+        raise InvalidRequestError(
+            f"no tokenizer of {name!r} here (there is no such folder): --tokenizer names a folder or Hub id"
+        )
     untyped: Any = logging
     # Its warning that a text is longer than the model takes: each such row is told anyway.
     untyped.set_verbosity_error()

@@ -90,6 +90,8 @@ def test_a_border_within_a_character_is_in_front_of_it(text: str, data: st.DataO
 def test_a_tokenizer_that_is_not_there_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(lms.InvalidRequestError, match="--tokenizer names a folder or Hub id"):
         load_tokenizer(str(tmp_path))
+    with pytest.raises(lms.InvalidRequestError, match=r"here \(there is no such folder\): --tokenizer"):
+        load_tokenizer(str(tmp_path / "nowhere"))
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(lms.InvalidRequestError, match=r"pip install 'lmcache-stream\[jobs\]'"):
         load_tokenizer(str(tmp_path))

@@ -9,6 +9,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from ..._files import is_missing_folder
 from ...cache.geometry import KVGeometry
 from ...dropping.recording import QUERY_ATTENTION, recording, register
 from ...errors import GeometryError, InvalidRequestError
@@ -94,6 +95,9 @@ class CausalModel:
             ) from error
         if records_queries:
             register()
+        if is_missing_folder(name):
+            # transformers would say what a Hub id may not have in it.
+            raise InvalidRequestError(f"transformers cannot load the model {name!r}: there is no such folder")
         attention = {"attn_implementation": QUERY_ATTENTION} if records_queries else {}
         try:
             tokenizer = AutoTokenizer.from_pretrained(name)
