@@ -38,16 +38,20 @@ def parse_arguments(description: str | None) -> Settings:
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--engine-url", default="http://localhost:8000", help="vLLM")
-    parser.add_argument("--cache-url", default="tcp://localhost:5555", help="LMCache's --port")
-    parser.add_argument("--http-url", default="http://localhost:8080", help="LMCache's --http-port")
+    parser.add_argument("--engine-url", default="http://localhost:8000", help="vLLM (http://localhost:8000)")
+    parser.add_argument(
+        "--cache-url", default="tcp://localhost:5555", help="LMCache's --port (tcp://localhost:5555)"
+    )
+    parser.add_argument(
+        "--http-url", default="http://localhost:8080", help="LMCache's --http-port (http://localhost:8080)"
+    )
     parser.add_argument("--model", required=True, help="the model's name in vLLM's API")
     parser.add_argument("--model-path", help="its name in LMCache; by default vLLM is asked")
     parser.add_argument("--api-key", help="sent to vLLM as a bearer token")
     parser.add_argument("--text", type=Path, help="a text file; by default Python's own documentation")
-    parser.add_argument("--question", default=DEFAULT_QUESTION)
+    parser.add_argument("--question", default=DEFAULT_QUESTION, help="about the text (what assert does)")
     parser.add_argument("--drop", type=float, default=0.5, help="the share to drop (0.5)")
-    parser.add_argument("--max-tokens", type=int, default=60)
+    parser.add_argument("--max-tokens", type=int, default=60, help="tokens of an answer (60)")
     given = parser.parse_args()
     if not 0 < given.drop < 1:
         parser.error("--drop must lie between 0 and 1")
