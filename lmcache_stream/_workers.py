@@ -163,13 +163,17 @@ class Workers:
         await idle.wait()
 
 
-def _at_exit() -> None:
+def wait_at_exit() -> bool:
+    """Wait for all threads, but not for long; return whether they are through."""
     end = time.monotonic() + _EXIT_SECONDS
-    while any(one.is_busy for one in list(_all)) and time.monotonic() < end:
+    while is_busy := any(one.is_busy for one in list(_all)):
+        if time.monotonic() >= end:
+            break
         time.sleep(_PAUSE)
+    return not is_busy
 
 
-atexit.register(_at_exit)
+atexit.register(wait_at_exit)
 
 
 def _guarded(outcome: asyncio.Future[T], function: Callable[..., T], *arguments: Any) -> T | None:

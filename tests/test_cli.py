@@ -298,3 +298,31 @@ def test_a_module_that_is_no_extra_is_not_explained_away(monkeypatch: pytest.Mon
     monkeypatch.setitem(sys.modules, "lmcache_stream.embedded.serve_cache", None)
     with pytest.raises(ModuleNotFoundError, match=r"embedded\.serve_cache"):
         cli.main(["serve-cache"])
+
+
+def test_an_end_during_a_long_computation_has_its_exit_code() -> None:
+    script = """
+import asyncio, sys, threading, torch
+from lmcache_stream import _workers, cli
+
+def interrupted(command):
+    command.close()
+    raise KeyboardInterrupt
+
+def compute():
+    begun.set()
+    square = torch.ones(200, 200)
+    while True:
+        square @ square
+
+begun = threading.Event()
+_workers._EXIT_SECONDS = 0.05
+_workers.Workers("long", 1).submit(compute)
+begun.wait()
+asyncio.run = interrupted
+sys.exit(cli.main(["report", "nothing"]))
+"""
+    ended = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, timeout=60
+    )
+    assert (ended.returncode, ended.stderr) == (130, "")

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import atexit
+import os
 import signal
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
 from .._version import __version__
+from .._workers import wait_at_exit
 from ..errors import InvalidRequestError, LMCacheStreamError
 from .demo import add_demo
 from .doctor import add_doctor
@@ -40,9 +43,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return asyncio.run(_until_terminated(arguments.prepare(arguments))) or 0
     except KeyboardInterrupt:
-        return 130
+        return _ended(130)
     except asyncio.CancelledError:
-        return 143
+        return _ended(143)
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
         if package not in _EXTRAS:
@@ -51,6 +54,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _failed(InvalidRequestError(f"{package} is missing: {how}"))
     except (LMCacheStreamError, OSError) as error:
         return _failed(error)
+
+
+def _ended(code: int) -> int:
+    # Before the wait that the threads have of their own, which does not know the code.
+    atexit.register(_leave, code)
+    return code
+
+
+def _leave(code: int) -> None:
+    """End the process where an interpreter that ends is aborted: a thread is inside torch, for long."""
+    if not wait_at_exit():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
 
 def _failed(error: Exception) -> int:
