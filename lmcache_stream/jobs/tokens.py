@@ -68,16 +68,18 @@ class TextModel:
             whole: their text.
             borders: increasing indices of tokens, the first of them 0.
         """
-        place = incomplete = 0
+        place = length = 0
         yield place
         for start, stop in itertools.pairwise(borders):
             # Texts of tokens cannot simply be joined: what one looks like can depend on those before it.
             context = list(token_ids[max(0, start - _CONTEXT) : start])
             before = self.decode(context) if context else ""
             after = self.decode([*context, *token_ids[start:stop]])
-            known = len(before) - min(incomplete, _incomplete(before))
+            length += len(after) - len(before)
             incomplete = _incomplete(after)
-            place = min(max(place, place + len(after) - incomplete - known), len(whole))
+            # Where there is nothing else, how many there are in front of the context cannot be seen in it.
+            if incomplete < len(after):
+                place = min(max(place, length - incomplete), len(whole))
             yield place
 
 

@@ -72,19 +72,31 @@ def test_borders_are_found_where_texts_of_tokens_do_not_simply_join(
     assert found == [len(Spaced().decode(ids[:border])) for border in borders]
 
 
-@given(st.text(st.sampled_from("a ü三🙂\ufffd"), min_size=1, max_size=20), st.data())
-def test_a_border_within_a_character_is_in_front_of_it(text: str, data: st.DataObject) -> None:
+class Bytes:
+    """A tokenizer of bytes."""
+
+    def decode(self, ids: list[int], **_: Any) -> str:
+        return bytes(ids).decode(errors="replace")
+
+
+def check_places(text: str, borders: list[int]) -> None:
     codes = list(text.encode())
-    borders = [0, *sorted(data.draw(st.sets(st.integers(1, len(codes)))))]
-
-    class Bytes:
-        def decode(self, ids: list[int], **_: Any) -> str:
-            return bytes(ids).decode(errors="replace")
-
     found = list(TextModel(Bytes()).places(codes, text, borders))
     # A replacement character of the text itself cannot be told from a part of one.
     texts = [bytes(codes[:border]).decode(errors="replace").rstrip("\ufffd") for border in borders]
     assert found == [len(one) for one in texts]
+
+
+@given(st.text(st.sampled_from("a ü三🙂\ufffd"), min_size=1, max_size=20), st.data())
+def test_a_border_within_a_character_is_in_front_of_it(text: str, data: st.DataObject) -> None:
+    check_places(text, [0, *sorted(data.draw(st.sets(st.integers(1, len(text.encode())))))])
+
+
+@pytest.mark.parametrize("step", [1, 2, 5, 7])
+def test_replacement_characters_of_the_text_s_own_move_no_border_behind_them(step: int) -> None:
+    # More of them than there are tokens in front of a border that are looked at.
+    text = "a" + "\ufffd" * 20 + "三b" + "\ufffd" * 3 + "üc"
+    check_places(text, list(range(0, len(text.encode()) + 1, step)))
 
 
 def test_a_tokenizer_that_is_not_there_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
