@@ -113,6 +113,8 @@ async def test_any_sequence_of_holders_and_cancellations_gives_everything_back(s
         assert held == 0
 
 
-def test_the_limits_of_this_machine() -> None:
+def test_the_limits_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     assert descriptor_limit() >= 1
     assert 2**26 < memory_limit() < 2**45
+    monkeypatch.setattr("os.sysconf", {"SC_PHYS_PAGES": 1000, "SC_PAGE_SIZE": 4096}.__getitem__)
+    assert memory_limit() == 1_024_000

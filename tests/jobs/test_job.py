@@ -216,6 +216,8 @@ async def test_a_row_that_fails_is_a_row_and_takes_nothing_from_the_others(
         "short": ("InvalidRequestError", "edit"),
     }
     assert failed[1]["message"] == "POST x: HTTP 400: no"
+    # What has failed already needs no baseline.
+    assert {row["id"] for row in folder.rows if row["baseline"] is not None} == {0, 2, 4, 5}
     (fifth,) = (row for row in folder.rows if row["id"] == 5)
     assert fifth["token_ids"] == [5, 7]
     report = job.report()
@@ -259,6 +261,7 @@ async def test_bad_rows_are_told_by_their_lines(folder: Folder, servers: Servers
     )
     job = await folder.run(servers)
     assert (job.counts.done, job.counts.bad) == (2, 5)
+    assert job.position == (folder.prompts.stat().st_size,) * 2
     assert sorted(row["line"] for row in folder.rows) == [3, 8]
     said = [line.partition(":")[::2] for line in folder.said]
     assert [place for place, _ in said] == ["line 1", "line 4", "line 5", "line 6", "line 7"]
@@ -304,6 +307,24 @@ async def test_an_outage_stops_the_job_and_is_no_rows_fault(
     assert sorted(row["id"] for row in folder.rows) == list(range(30))
 
 
+async def test_a_row_whose_baseline_meets_an_outage_is_run_again(
+    folder: Folder, servers: Servers, engine: Engine
+) -> None:
+    plan = replace(PLAN, baseline=True, limit=1)
+    # Behind its prefill and its answer.
+    engine.trouble = {1: [*[lms.EngineConnectError("POST x: refused")] * 2, None, None]}
+    folder.ask_numbers(2)
+    with pytest.raises(lms.BatchStoppedError, match="the engine is down"):
+        await folder.run(servers, plan)
+    assert [row["id"] for row in folder.rows] == [0]
+    engine.trouble = {}
+    await folder.run(servers, plan, resume=True)
+    assert [(row["id"], row["error"], row["baseline"]["token_ids"]) for row in folder.rows] == [
+        (0, None, [0, 7]),
+        (1, None, [1, 7]),
+    ]
+
+
 async def test_a_job_that_is_cancelled_at_any_point_goes_on_where_it_was(
     folder: Folder, servers: Servers, engine: Engine, server: FakeLMCache
 ) -> None:
@@ -345,7 +366,10 @@ async def test_a_row_that_is_being_written_is_whole_when_a_cancelled_job_is_over
     task = asyncio.ensure_future(folder.run(servers))
     while not begun.is_set():
         await asyncio.sleep(0.001)
-    task.cancel()
+    for _ in range(2):
+        # Also where whoever cancelled does so again, because the job does not end at once.
+        task.cancel()
+        await asyncio.sleep(0.02)
     with pytest.raises(asyncio.CancelledError):
         await task
     assert [row["id"] for row in folder.rows] == [0]
