@@ -27,7 +27,8 @@ class BatchReport:
     Attributes:
         mode: ``prefill``, ``modify``, ``decode`` or ``run``.
         configuration: what the batch was told.
-        duration: seconds of the call; of a part of a ``run``, those in which some stream was in that part.
+        duration: seconds of the call; of a part of a ``run``, those in which some stream was in that part,
+            without attempts that failed.
         streams: streams that came to an end, in whatever way.
         completed: those without an error.
         failed: those with one.
@@ -89,7 +90,7 @@ class BatchReport:
         configuration: Mapping[str, Any] | None = None,
     ) -> BatchReport:
         """Compute the report of ``outcomes``; without a ``duration``, that is the time in which some stream
-        was in a phase of the mode."""
+        was in a phase of the mode, without attempts that failed."""
         tally = Tally(mode)
         for outcome in outcomes:
             tally.add(outcome)

@@ -13,12 +13,13 @@ __all__ = ["PASSES", "Mode", "Tally"]
 
 Mode = Literal["prefill", "modify", "decode", "run"]
 
-PASSES: dict[Mode, tuple[str, ...]] = {
+_PHASES: dict[Mode, tuple[str, ...]] = {
     "prefill": ("prefill",),
-    "modify": (),
+    "modify": ("edit",),
     "decode": ("decode",),
-    "run": ("prefill", "decode"),
+    "run": ("prefill", "edit", "decode"),
 }
+PASSES = {mode: tuple(name for name in names if name != "edit") for mode, names in _PHASES.items()}
 """The passes that belong to a mode; the last one is the one whose latencies are shown."""
 
 _LATENCIES = ("ttft", "itl", "tpot", "e2e_latency", "prefill_ttft", "edit_time", "job_time", "queue_time")
@@ -58,7 +59,7 @@ class Tally:
         if passes:
             self._add_latencies(passes[-1])
         for phase in outcome.phases:
-            if phase.name in (PASSES[self._mode] or ("edit",)):
+            if phase.name in _PHASES[self._mode]:
                 self._active.add(*_last_attempt(phase))
         if self._mode in ("modify", "run"):
             self._add_edit(outcome)
@@ -94,7 +95,8 @@ class Tally:
         """Return the fields of a ``BatchReport``, but for ``configuration`` and ``outcomes``.
 
         Args:
-            duration: seconds; by default those in which some stream was in a phase of the mode.
+            duration: seconds; by default those in which some stream was in a phase of the mode, without
+                attempts that failed.
         """
         failed, counts = self._failures.total(), self._counts
         seconds = self._active.seconds if duration is None else duration

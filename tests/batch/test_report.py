@@ -8,6 +8,7 @@ import json
 import re
 import sys
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -124,6 +125,30 @@ def test_edits_per_second_are_over_the_time_in_which_something_was_edited() -> N
     assert report.to_dict()["queue_time"] == spread(3, 10 / 3, 2.0, 6.8, 7.88)
     assert report.failures == {"ValueError": 1}
     assert report.ttft is None
+
+
+@pytest.mark.parametrize(
+    ("mode", "seconds"), [("prefill", 1.0), ("modify", 4.0), ("decode", 2.0), ("run", 7.0)]
+)
+def test_without_a_duration_it_is_the_time_in_the_phases_of_the_mode(mode: Any, seconds: float) -> None:
+    # A prefill from 1 to 2, behind a pause, an edit from 2 to 6, and decoding from 7 to 9.
+    def passed(name: str, began: float, took: float, duration: float) -> lms.PhaseOutcome:
+        metrics = lms.StreamPerfMetrics.from_arrivals(
+            started=0.0,
+            ended=duration,
+            arrivals=[duration],
+            input_tokens=14,
+            cached_tokens=None,
+            finish_reason="stop",
+        )
+        return lms.PhaseOutcome(name=name, began=began, seconds=took, attempts=2, metrics=metrics)
+
+    edited = outcome(2.0, 4.0, edit_seconds=4.0)
+    phases = (passed("prefill", 0.0, 2.0, 1.0), *edited.phases, passed("decode", 7.0, 2.0, 2.0))
+    report = lms.BatchReport.of([replace(edited, phases=phases)], mode=mode)
+    assert report.duration == seconds
+    passes = {"prefill": 1, "modify": 0, "decode": 1, "run": 2}[mode]
+    assert (report.input_tput, report.output_tput) == (14 * passes / seconds, passes / seconds)
 
 
 async def test_a_run_counts_both_passes_and_shows_the_latencies_of_decoding(make: MakeStream) -> None:
