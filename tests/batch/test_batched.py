@@ -116,16 +116,30 @@ async def test_a_stream_that_fails_takes_nothing_from_the_others(make: MakeStrea
     assert report.prefill_ttft.count == 6
 
 
-async def test_a_failed_edit_keeps_no_kv_in_memory(make: MakeStream) -> None:
+@pytest.mark.parametrize("how", ["alone", "with a cause", "with a context", "in a group"])
+async def test_a_failed_edit_keeps_no_kv_in_memory(make: MakeStream, how: str) -> None:
     seen: list[weakref.ref[torch.Tensor]] = []
+
+    def break_down(kv: torch.Tensor) -> None:
+        raise ValueError(f"within {kv.shape}")
 
     def edit(kv: torch.Tensor, tokens: list[int]) -> tuple[torch.Tensor, list[int]]:
         seen.append(weakref.ref(kv))
-        raise RuntimeError("fails") from ValueError("a cause")
+        if how == "alone":
+            raise RuntimeError("fails")
+        try:
+            break_down(kv)
+        except ValueError as error:
+            if how == "with a context":
+                raise RuntimeError("fails")  # noqa: B904 - the context is what is looked at
+            if how == "in a group":
+                raise ExceptionGroup("fails", [error]) from None
+            raise RuntimeError("fails") from error
+        return kv, tokens
 
     batch = batch_of([make(), make()])
     outcomes = await batch.run(edit, {"max_tokens": 5})
-    assert [str(outcome.error) for outcome in outcomes] == ["fails", "fails"]
+    assert [str(outcome.error)[:5] for outcome in outcomes] == ["fails", "fails"]
     gc.collect()
     assert [each() for each in seen] == [None, None]
 
@@ -145,7 +159,7 @@ async def test_one_phase_at_a_time_with_a_report_of_each(
     )
     decoded = await batch.decode({"max_tokens": 5})
     assert (decoded.mode, decoded.output_tokens, decoded.cached_tokens) == ("decode", 6, 24)
-    assert [outcome.token_ids for outcome in decoded.outcomes] == [(7, 8)] * 3
+    assert [(outcome.token_ids, outcome.text) for outcome in decoded.outcomes] == [((7, 8), "<7><8>")] * 3
     # A report can be had again, also of some of the streams.
     assert batch.get_perf_metrics(mode="prefill") == prefilled
     last = batch.stream_ids()[2]

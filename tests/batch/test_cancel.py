@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -72,6 +73,36 @@ async def test_a_loop_that_is_left_cancels_the_rest(
     assert (report.streams, report.completed) == (1, 1)
 
 
+async def test_a_loop_that_is_cancelled_again_and_again_waits_for_what_it_cancels(
+    context: lms.AsyncLMCacheContext,
+) -> None:
+    begun, ended = asyncio.Event(), False
+
+    async def engine(*_: Any) -> AsyncIterator[lms.TokenEvent]:
+        nonlocal ended
+        begun.set()
+        try:
+            await asyncio.sleep(30)
+            yield lms.TokenEvent(7, "x")
+        finally:
+            await asyncio.sleep(0.1)
+            ended = True
+
+    async def loop() -> None:
+        batch = batch_of([lms.create_request(context, engine, prompt_of(0))])
+        async with contextlib.aclosing(batch.as_completed(first_half, {"max_tokens": 5})) as outcomes:
+            async for _ in outcomes:
+                pass
+
+    task = asyncio.ensure_future(loop())
+    await begun.wait()
+    while not task.done():
+        task.cancel()
+        await asyncio.sleep(0.01)
+    assert task.cancelled()
+    assert ended
+
+
 async def test_a_generator_that_is_closed_waits_for_what_it_cancels(
     make: MakeStream, engines: list[ScriptedEngine], server: FakeLMCache
 ) -> None:
@@ -80,6 +111,8 @@ async def test_a_generator_that_is_closed_waits_for_what_it_cancels(
         async for _ in outcomes:
             break
     await is_settled(server, engines)
+    # The call is over, and its time with it.
+    assert batch.get_perf_metrics("run") == batch.get_perf_metrics("run")
     unbegun = batch.as_completed(first_half, {"max_tokens": 5})
     await unbegun.aclose()
     assert len(engines[0].requests) == 2

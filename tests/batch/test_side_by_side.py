@@ -75,8 +75,10 @@ async def test_an_error_is_raised_as_it_is_and_ends_the_others(where: str) -> No
             raise
         return outcome()
 
-    with pytest.raises(OSError, match="it broke"):
+    with pytest.raises(OSError, match="it broke") as caught:
         await asyncio.wait_for(side_by_side(items(), work, limit=6), 5)
+    # Its traceback does not begin with that of a group.
+    assert caught.value.__suppress_context__
     assert len(cancelled) == (5 if where == "items" else 4)
 
 

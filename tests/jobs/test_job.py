@@ -22,6 +22,7 @@ from ..batch.conftest import ROPE, SHAPE
 from ..cache.conftest import FAST, GEOMETRY
 from ..fakes.engine import Event, ScriptedEngine
 from ..fakes.lmcache import FakeLMCache
+from .rows import open_files
 
 POLICY = KeyDiff(ratio=0.5, sinks=1, window=1)
 PARAMS = {"max_tokens": 5, "temperature": 0}
@@ -46,8 +47,8 @@ def text_of(number: int) -> str:
 
 
 class Engine(ScriptedEngine):
-    """Answers each prompt with its number; ``trouble`` has an error, or seconds, for each of a number's
-    passes, the first one last."""
+    """Answers each prompt with its number; ``trouble`` has an error, seconds or a script for each of a
+    number's passes, the first one last."""
 
     trouble: dict[int, list[Any]]
     pause = 0.0
@@ -68,9 +69,8 @@ class Engine(ScriptedEngine):
                 raise step
             if isinstance(step, float):
                 await asyncio.sleep(step)
-            self.scripts.insert(
-                0, [1000 + number, "length"] if params["max_tokens"] == 1 else [number, 7, "stop"]
-            )
+            usual = [1000 + number, "length"] if params["max_tokens"] == 1 else [number, 7, "stop"]
+            self.scripts.insert(0, step if isinstance(step, list) else usual)
             async for event in super().__call__(prompt, params, salt):
                 yield event
         finally:
@@ -106,6 +106,7 @@ class Folder:
     def __init__(self, path: Path) -> None:
         self.prompts, self.output = path / "prompts.jsonl", path / "out.jsonl"
         self.said: list[str] = []
+        self.moves = 0
 
     def ask(self, *rows: Mapping[str, Any] | str) -> None:
         lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
@@ -123,10 +124,13 @@ class Folder:
             if retry_failed:
                 output.take_failed_out()
             self.job = Job(servers, plan, Source(str(self.prompts), output.done_ids), output)
-            await self.job.run(say=self.said.append)
+            await self.job.run(say=self.said.append, moved=self._move)
         finally:
             output.close()
         return self.job
+
+    def _move(self) -> None:
+        self.moves += 1
 
     @property
     def rows(self) -> list[dict[str, Any]]:
@@ -167,7 +171,11 @@ async def test_every_row_is_answered_from_its_edited_kv(
         assert len(kept) == 8 + len(text_of(number)) - 20
         assert row["metrics"]["input_tokens"] == len(kept)
         assert row["metrics"]["cached_tokens"] == 8
-        assert row["metrics"]["attempts"] == 3
+        figures = row["metrics"]
+        assert figures["attempts"] == 3
+        # Of all three, and none of it was waited for in this client.
+        assert figures["seconds"] >= figures["prefill_ttft"] + figures["edit_time"] + figures["ttft"]
+        assert figures["queue_time"] < 0.05
     prefills = [request for request in engine.requests if request[1]["max_tokens"] == 1]
     assert len(prefills) == len(engine.requests) / 2 == 20
     assert all(salt == "" for _, _, salt in prefills)
@@ -225,6 +233,16 @@ async def test_a_row_that_fails_is_a_row_and_takes_nothing_from_the_others(
     assert report.failures["EngineStreamError"] == 1
 
 
+async def test_a_token_of_a_prefill_that_broke_is_no_answer(
+    folder: Folder, servers: Servers, engine: Engine
+) -> None:
+    engine.trouble = {0: [[1000, lms.TruncatedStreamError("cut", token_ids=[1000])]]}
+    folder.ask_numbers(1)
+    await folder.run(servers)
+    (row,) = folder.rows
+    assert (row["token_ids"], row["text"], row["error"]["phase"]) == ([], "", "prefill")
+
+
 async def test_failed_rows_run_again_where_that_is_wanted(
     folder: Folder, servers: Servers, engine: Engine
 ) -> None:
@@ -260,7 +278,7 @@ async def test_bad_rows_are_told_by_their_lines(folder: Folder, servers: Servers
         {"id": 5, "prompt_token_ids": list(map(ord, text_of(5)))},
     )
     job = await folder.run(servers)
-    assert (job.counts.done, job.counts.bad) == (2, 5)
+    assert (job.counts.done, job.counts.bad, folder.moves) == (2, 5, 7)
     assert job.position == (folder.prompts.stat().st_size,) * 2
     assert sorted(row["line"] for row in folder.rows) == [3, 8]
     said = [line.partition(":")[::2] for line in folder.said]
@@ -301,6 +319,8 @@ async def test_an_outage_stops_the_job_and_is_no_rows_fault(
     ids = [row["id"] for row in folder.rows]
     assert set(ids) <= {0, 1}
     assert not folder.job.is_through
+    # The job is over, and its time with it.
+    assert folder.job.report() == folder.job.report()
     assert f"{len(ids)} rows are in" in str(caught.value)
     engine.trouble = {}
     await folder.run(servers, resume=True)
@@ -411,6 +431,25 @@ async def test_an_output_that_cannot_be_written_ends_the_job(
     monkeypatch.setattr(Output, "append", full)
     with pytest.raises(OSError, match="No space left"):
         await folder.run(servers)
+
+
+@pytest.mark.parametrize("is_cancelled", [False, True])
+async def test_a_job_lets_its_source_go(
+    folder: Folder, servers: Servers, engine: Engine, is_cancelled: bool
+) -> None:
+    folder.ask_numbers(1)
+    engine.pause = 0.05
+    task = asyncio.ensure_future(folder.run(servers))
+    while not engine.at_once:
+        await asyncio.sleep(0.001)
+    assert str(folder.prompts) in open_files(folder.prompts.parent)
+    if is_cancelled:
+        task.cancel()
+    await asyncio.wait({task})
+    # In a thread, for which a job that is over does not wait.
+    async with asyncio.timeout(5):
+        while open_files(folder.prompts.parent):
+            await asyncio.sleep(0.001)
 
 
 async def test_a_source_that_cannot_be_read_ends_the_job(folder: Folder, servers: Servers) -> None:

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import os
 import resource
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ import pytest
 import lmcache_stream as lms
 from lmcache_stream.jobs.output import Output
 
-from .rows import POLICY, row
+from .rows import POLICY, open_files, row
 
 ROWS = [row("a"), row(2), row("ü三")]
 
@@ -31,8 +32,9 @@ def opened(path: Path, *, resume: bool = True, retry_failed: bool = False) -> Ou
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "out.jsonl"
+def path(tmp_path: Path) -> Iterator[Path]:
+    yield tmp_path / "out.jsonl"
+    assert open_files(tmp_path) == []
 
 
 def test_rows_are_appended_and_found_again(path: Path) -> None:
@@ -102,11 +104,13 @@ def test_two_jobs_do_not_write_to_one_file(path: Path) -> None:
 
 
 def test_failed_rows_are_taken_out_all_at_once(path: Path) -> None:
-    lines = [row("a", failed=True), ROWS[0], row("b", failed=True), ROWS[2]]
+    lines = [row("a", failed=True), ROWS[0], ROWS[2], row("b", failed=True)]
     path.write_bytes(b"".join(lines))
     path.chmod(0o640)
     output = opened(path, retry_failed=True)
     assert (output.state.rows, output.state.retried, output.state.failed) == (2, 2, 0)
+    assert output.state.last is not None
+    assert output.state.last.id == "ü三"
     # The new file is locked as the old one was.
     with pytest.raises(lms.InvalidRequestError, match="another job writes to"):
         opened(path)
@@ -185,9 +189,10 @@ def test_a_row_that_is_changed_behind_a_job_is_told(path: Path) -> None:
     assert list(path.parent.iterdir()) == [path]
 
 
-def test_a_row_that_cannot_be_written_leaves_nothing(path: Path) -> None:
-    output = opened(path)
-    output.append(ROWS[0])
+@pytest.mark.parametrize("retry_failed", [False, True])
+def test_a_row_that_cannot_be_written_leaves_nothing(path: Path, retry_failed: bool) -> None:
+    path.write_bytes(ROWS[0] + row("b", failed=True) if retry_failed else ROWS[0])
+    output = opened(path, retry_failed=retry_failed)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (len(ROWS[0]) + 20, limits[1]))
     try:
