@@ -31,14 +31,18 @@ def test_bars_are_drawn_on_a_terminal(stays: bool) -> None:
     with Bars(on, stays=stays) as bars:
         bars.show(1, "[b]first", 1, 4, "a quarter")
         bars.say("a [b]line[/b] between")
-        bars.show(2, "second", 4, None, "no end")
+        bars.show(2, "second", 1, None)
+        bars.show(2, "second", 4, 8, "known now")
         bars.show(1, "[b]first", 4, 4, "all")
+        assert [task.total for task in bars._progress.tasks] == [4, 8]
     text = written(on)
     # rich leaves a hidden cursor to whoever forgets to stop it.
     assert text.count("\x1b[?25l") == text.count("\x1b[?25h") == 1
     last = text[text.rindex("[b]first") :]
     assert "all" in last
-    assert "no end" in last
+    assert "known now" in last
+    # The end of the escape that erases a line.
+    assert ("[2K" in last) is not stays
     assert "a [b]line[/b] between\n" in text.replace("\r", "")
 
 
@@ -63,10 +67,10 @@ def test_things_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     on = console(is_terminal=True)
     monkeypatch.setattr(progress, "Bars", lambda *, stays: Bars(on, stays=stays))
     with counting("decode", 3, is_wanted=True) as count:
-        count(True)
-        count(False)
+        for is_ok in (True, False, True):
+            count(is_ok)
     assert "decode" in written(on)
-    assert "2 of 3, 1 failed" in written(on)
+    assert "3 of 3, 1 failed" in written(on)
     with counting("decode", 3, is_wanted=False) as count:
         count(True)
 

@@ -9,12 +9,13 @@ import re
 import sys
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import lmcache_stream as lms
-from lmcache_stream.batch.tables import Table
+from lmcache_stream.batch.tables import Table, as_html, write_table
 
 from .conftest import BYTES, MakeStream, batch_of, first_half, prompt_of
 
@@ -127,6 +128,13 @@ def test_edits_per_second_are_over_the_time_in_which_something_was_edited() -> N
     assert report.ttft is None
 
 
+def test_retries_of_streams_that_failed_are_counted_too() -> None:
+    one = outcome(0.0, 1.0, edit_seconds=1.0)
+    tried = replace(one, phases=(replace(one.phases[0], attempts=3),))
+    report = lms.BatchReport.of([one, tried, replace(tried, error=ValueError())], mode="modify")
+    assert report.retries == 4
+
+
 @pytest.mark.parametrize(
     ("mode", "seconds"), [("prefill", 1.0), ("modify", 4.0), ("decode", 2.0), ("run", 7.0)]
 )
@@ -217,6 +225,27 @@ async def test_the_forms_of_a_report_say_the_same(
     html = report._repr_html_()
     cells = re.findall(r"<td[^>]*>([^<]*)</td>", html)
     assert cells[cells.index("TTFT") :][:6] == ["TTFT", "3", "3,000.00", "2,000.00", "5,200.00", "5,920.00"]
+
+
+def test_a_configuration_of_any_values_is_json() -> None:
+    report = lms.BatchReport.of([], mode="decode", configuration={"folder": Path("/a")})
+    assert json.loads(report.to_json())["configuration"] == {"folder": "/a"}
+    # A table without rows is none.
+    assert "Failures" not in str(report)
+
+
+@pytest.mark.parametrize("form", ["html", "rich"])
+def test_no_part_of_a_table_is_markup(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    title, *others = (f"<i>[bold]{name}&" for name in ("title", "table", "column", "row", "cell"))
+    tables = [Table(others[0], (others[1],), ((others[2], others[3]),))]
+    if form == "html":
+        html = as_html(title, tables)
+        assert [f"&lt;i&gt;{text[3:-1]}&amp;" in html for text in (title, *others)] == [True] * 5
+        return
+    terminal = io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    write_table(title, tables, terminal)
+    assert [text in terminal.getvalue() for text in (title, *others)] == [True] * 5
 
 
 def test_text_of_the_caller_s_is_no_markup(monkeypatch: pytest.MonkeyPatch) -> None:

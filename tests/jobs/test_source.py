@@ -100,6 +100,9 @@ def test_standard_input_is_read_as_it_comes() -> None:
             assert row.row_id == row_id
         os.close(writer)
         assert list(every(source)) == []
+        source.close()
+        # It is the process's, and stays open.
+        assert os.fstat(0) == os.fstat(reader)
     finally:
         source.close()
         os.dup2(saved, 0)
