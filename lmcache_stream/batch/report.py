@@ -155,7 +155,7 @@ class BatchReport:
         return f"Batch of {self.streams} streams: {self.mode}"
 
     def _tables(self) -> list[Table]:
-        latencies = {name: getattr(self, name) for name in LATENCIES}
+        latencies = {shown: getattr(self, name) for name, shown in LATENCIES.items()}
         totals: dict[str, Any] = {
             "duration (s)": self.duration,
             "streams completed": self.completed,
@@ -179,7 +179,7 @@ class BatchReport:
         tables = [
             Table.of_figures("Configuration", self.configuration),
             Table.of_figures("Totals", totals),
-            Table.of_latencies(latencies),
+            Table.of_latencies("Latency (ms)", latencies),
             Table.of_figures("Failures", self.failures),
         ]
         return [table for table in tables if table.rows]

@@ -46,14 +46,14 @@ class Table:
         return cls(title, ("",), tuple((name, _shown(value)) for name, value in figures.items()))
 
     @classmethod
-    def of_latencies(cls, latencies: Mapping[str, Distribution | None]) -> Table:
+    def of_latencies(cls, title: str, latencies: Mapping[str, Distribution | None]) -> Table:
         """Make one of seconds, shown as milliseconds; what has no value is left out."""
         rows = tuple(
-            (LATENCIES[name], str(one.count), *(f"{1e3 * value:,.2f}" for value in _spread(one)))
+            (name, _shown(one.count), *(f"{1e3 * value:,.2f}" for value in _spread(one)))
             for name, one in latencies.items()
             if one is not None
         )
-        return cls("Latency (ms)", ("count", "mean", "p50", "p90", "p99"), rows)
+        return cls(title, ("count", "mean", "p50", "p90", "p99"), rows)
 
 
 def write_table(title: str, tables: Sequence[Table], file: TextIO | None) -> None:

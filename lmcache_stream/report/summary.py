@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ..batch.tables import Table
 from ..metrics import Distribution
 from .runs import Comparison, Run
@@ -9,18 +11,16 @@ from .statistics import Chart, charts_of
 
 __all__ = ["summary_tables"]
 
-_MILLISECONDS = 1e3
-
 
 def summary_tables(comparison: Comparison) -> list[Table]:
     """Return a table of all runs, and one of latencies for each of them."""
     tables = [_overview(comparison.runs)]
     charts = charts_of(comparison.runs)
     for number, run in enumerate(comparison.runs):
-        rows = tuple(row for chart in charts for row in _latencies(chart, number))
-        if rows:
-            name = f"ms, {run.label}" if len(comparison.runs) > 1 else "ms"
-            tables.append(Table(name, ("count", "mean", "p50", "p90", "p99"), rows))
+        name = f"ms, {run.label}" if len(comparison.runs) > 1 else "ms"
+        table = Table.of_latencies(name, _latencies(charts, number))
+        if table.rows:
+            tables.append(table)
     return tables
 
 
@@ -42,19 +42,10 @@ def _counts(run: Run) -> tuple[str, ...]:
     )
 
 
-def _latencies(chart: Chart, number: int) -> list[tuple[str, ...]]:
-    if chart.unit != "s":
-        return []
-    return [
-        (
-            chart.title,
-            f"{series.distribution.count:,}",
-            *(f"{_MILLISECONDS * value:,.2f}" for value in _spread(series.distribution)),
-        )
+def _latencies(charts: Sequence[Chart], number: int) -> dict[str, Distribution]:
+    return {
+        chart.title: series.distribution
+        for chart in charts
         for series in chart.series
-        if series.run == number
-    ]
-
-
-def _spread(one: Distribution) -> tuple[float, ...]:
-    return one.mean, one.p50, one.p90, one.p99
+        if chart.unit == "s" and series.run == number
+    }

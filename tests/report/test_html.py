@@ -7,6 +7,7 @@ import hashlib
 import html
 import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from importlib import resources
 from typing import Any
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 from lmcache_stream.report import build_page, compare
 from lmcache_stream.report.data import page_data
 from lmcache_stream.report.html import embedded_json
+from lmcache_stream.report.rows import Broken
 
 from .making import failed_row, row
 from .test_runs import job
@@ -100,6 +102,13 @@ def test_any_text_comes_through_a_script_element(text: str) -> None:
     assert json.loads(embedded) == {text: [text]}
 
 
+def test_what_could_end_the_element_of_the_data_is_escaped() -> None:
+    assert embedded_json("<>&\u2028\u2029/") == '"\\u003c\\u003e\\u0026\\u2028\\u2029/"'
+    # What no JSON has would stop the page's script.
+    with pytest.raises(ValueError, match="JSON"):
+        embedded_json(float("nan"))
+
+
 def test_the_page_allows_itself_its_own_script_and_style_and_nothing_else() -> None:
     page, _ = hostile_page()
     (policy,) = [
@@ -160,6 +169,13 @@ def test_gaps_are_in_the_page_as_what_is_shown_of_them() -> None:
     gaps = [0.01 * number for number in range(1, 102)]
     (entry,) = page_data(compare([job("a", row("x", metrics={"itl": gaps, "ttft": None}))]))["entries"]
     assert entry["rows"][0]["metrics"] == {"itl": pytest.approx([0.51, 0.51, 0.91, 1.0])}
+
+
+def test_of_many_lines_that_were_not_read_the_first_are_named() -> None:
+    broken = tuple(Broken(line, "no JSON") for line in range(1, 31))
+    (file,) = page_data(compare([replace(job("a", row("x")), broken=broken)]))["files"]
+    assert (file["rows"], file["broken"]) == (1, 30)
+    assert [each["line"] for each in file["broken_lines"]] == list(range(1, 21))
 
 
 def test_rows_know_their_order_and_runs_what_was_lost() -> None:

@@ -95,6 +95,7 @@ def no_policy(attempts: int, **metrics: Any) -> dict[str, Any]:
         (row("a"), 0),
         (row("a", metrics=row("a")["metrics"] | {"attempts": 5}), 2),
         (row("a", metrics=None), 0),
+        (row("a", metrics={"attempts": 1}), 0),
         (no_policy(1), 0),
         (no_policy(2, prefill_ttft=1.0), 0),
         (no_policy(3, prefill_ttft=1.0), 1),

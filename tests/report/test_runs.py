@@ -85,7 +85,11 @@ def test_models_tell_runs_of_one_file_apart() -> None:
 
 def test_totals_count_what_came_to_its_end() -> None:
     retried = row("c", text="other", metrics=row("c")["metrics"] | {"attempts": 5})
-    failures = [failed_row("d"), failed_row("e", error={"type": "CacheLostError"}), failed_row("f")]
+    failures = [
+        failed_row("d", kv=row("d")["kv"]),
+        failed_row("e", error={"type": "CacheLostError"}),
+        failed_row("f"),
+    ]
     (run,) = compare([job("a.jsonl", row("a"), row("b", baseline=None), retried, *failures)]).runs
     assert run.totals == {
         "rows": 6, "failed": 3, "retried": 1, "retries": 2, "compared": 2, "same": 1,

@@ -58,7 +58,7 @@ def test_the_figures_are_numpys() -> None:
 
 
 def test_baselines_of_all_runs_are_one_series_of_ttft() -> None:
-    first = [row("a"), failed_row("b")]
+    first = [row("a"), failed_row("b", baseline={"text": "", "ttft": 9.0})]
     second = [
         row("a", policy="P()", baseline={"text": "", "ttft": 0.4}),
         row("c", policy="P()", baseline=None),
