@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import ssl
+import struct
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
@@ -55,6 +57,7 @@ def test_a_greeting_is_known_however_little_of_it_has_come() -> None:
         ("http://0.0.0.0:5555", "tcp://127.0.0.1:5555", True),
         ("http://gpu-1:5555", "tcp://GPU-1:5555", True),
         ("http://gpu-1", "tcp://gpu-1:80", True),
+        ("https://gpu-1", "tcp://gpu-1:443", True),
         ("http://127.0.0.1:5555", "tcp://127.0.0.1:5556", False),
         ("http://gpu-1:5555", "tcp://gpu-2:5555", False),
         ("http://gpu-1:5555", "tcp://127.0.0.1:5555", False),
@@ -124,6 +127,36 @@ async def test_a_server_is_told_by_what_it_says(
         began = time.monotonic()
         assert await listener_at(url, deadline=1.5) == Listener(what)
         assert time.monotonic() - began < 5
+
+
+async def test_who_greets_is_not_asked() -> None:
+    heard = asyncio.get_running_loop().create_future()
+
+    async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await asyncio.sleep(0.05)
+        writer.write(GREETING)
+        try:
+            heard.set_result(await reader.read())
+        except ConnectionError:
+            heard.set_result(b"")
+        writer.close()
+
+    async with await asyncio.start_server(greet, "127.0.0.1", 0) as server:
+        url = f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        assert await listener_at(url, deadline=1.5) == Listener(Spoken.ZEROMQ)
+        assert await heard == b""
+
+
+async def test_who_resets_a_connection_is_there() -> None:
+    async def reset(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.get_extra_info("socket").setsockopt(
+            socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
+        )
+        writer.transport.abort()
+
+    async with await asyncio.start_server(reset, "127.0.0.1", 0) as server:
+        url = f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        assert await listener_at(url, deadline=1.5) == Listener(Spoken.SILENCE)
 
 
 @pytest.mark.parametrize(

@@ -133,6 +133,10 @@ def test_valuediff_prefers_values_unlike_the_mean_direction_whatever_their_lengt
     lengths = torch.linspace(0.01, 100, LENGTH)[:, None]
     longer = CachedPrefix.of(kv * lengths, tokens, num_kv_heads=HEADS)
     torch.testing.assert_close(ValueDiff(ratio=0.5).score(longer), ValueDiff(ratio=0.5).score(prefix))
+    # Computed with more digits than KV has: in bfloat16 itself scores would be right to two or three.
+    half = CachedPrefix.of(kv.bfloat16(), tokens, num_kv_heads=HEADS)
+    same = CachedPrefix.of(kv.bfloat16().double(), tokens, num_kv_heads=HEADS)
+    torch.testing.assert_close(ValueDiff(ratio=0.5).score(half), ValueDiff(ratio=0.5).score(same))
 
 
 def rotated_by_hand(keys: Tensor, positions: Sequence[int]) -> Tensor:

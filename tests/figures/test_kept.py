@@ -48,6 +48,14 @@ def test_the_pixels_of_a_strip_are_its_tokens() -> None:
     assert kept[lower].argmax() == pytest.approx(left + 70 * token, abs=3)
 
 
+@pytest.mark.parametrize("present", [60, 59])
+def test_the_legend_has_what_is_in_the_picture(present: int) -> None:
+    figure = kept_figure([Strip("edit", 60, tuple(range(present)), tuple(range(30)))])
+    (legend,) = figure.legends
+    names = ["kept", "dropped"] + ["dropped by an earlier edit"] * (present < 60)
+    assert [text.get_text() for text in legend.get_texts()] == names
+
+
 def test_a_marked_part_has_a_frame_where_it_lies() -> None:
     strips = [Strip("all", 100, tuple(range(100)), tuple(range(100)))]
     parts = [Part("text", 0, 60), Part("fact", 60, 70, is_marked=True), Part("question", 70, 100)]
