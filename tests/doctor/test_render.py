@@ -78,6 +78,12 @@ def test_without_rich_a_terminal_gets_plain_text(monkeypatch: pytest.MonkeyPatch
     assert printed(Terminal()) == TEXT
 
 
+def test_the_sum_names_only_what_there_is() -> None:
+    out = io.StringIO()
+    Printer(out).sum_up([Result("g", "a", Status.FAILED, "x"), Result("g", "b", Status.OK, "x")] * 2)
+    assert out.getvalue() == "2 ok, 2 failed\n"
+
+
 def test_each_line_is_there_at_once() -> None:
     flushed: list[str] = []
 

@@ -13,7 +13,9 @@ from aiohttp import web
 
 from lmcache_stream.cache.context import AsyncLMCacheContext
 from lmcache_stream.doctor import Deadlines, Result, Status, Targets, examine
-from lmcache_stream.doctor.checks import CHECKS
+from lmcache_stream.doctor.chart import Chart
+from lmcache_stream.doctor.checks import CHECKS, Check
+from lmcache_stream.doctor.results import Finding, failed, ok, warning
 from lmcache_stream.errors import InvalidRequestError
 
 from ..cancelling import cancelled_at
@@ -28,6 +30,41 @@ def test_a_check_needs_only_what_comes_before_it() -> None:
         assert check.seconds(Deadlines()) > 0
         seen.append(check.path)
     assert len(set(seen)) == len(CHECKS)
+
+
+async def test_what_others_need_and_the_time_for_all_decide_what_is_checked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def check(name: str, finding: Finding, *needs: str, seconds: float = 0.0) -> Check:
+        async def run(chart: Chart) -> Finding:
+            await asyncio.sleep(seconds)
+            return finding
+
+        return Check("g", name, run, [f"g/{need}" for need in needs])
+
+    checks = (
+        check("good", ok("well")),
+        check("poor", warning("so so", "x"), "good"),
+        check("behind it", ok("well"), "poor"),
+        check("bad", failed("no", "x")),
+        check("needs it", ok("well"), "behind it", "bad"),
+        check("needs that", ok("well"), "needs it"),
+        check("slow", ok("well"), seconds=30.0),
+        check("late", ok("well")),
+    )
+    monkeypatch.setattr("lmcache_stream.doctor.run.CHECKS", checks)
+    results = await examine(Targets(), deadlines=Deadlines(total=0.2))
+    assert [(one.name, str(one.status), one.seen) for one in results] == [
+        ("good", "ok", "well"),
+        ("poor", "warning", "so so"),
+        ("behind it", "ok", "well"),
+        ("bad", "failed", "no"),
+        ("needs it", "not checked", "because of g: bad"),
+        # What is at the root of it.
+        ("needs that", "not checked", "because of g: bad"),
+        ("slow", "failed", "not through when the 0.2 s for all checks were over"),
+        ("late", "not checked", "the 0.2 s for all checks are over"),
+    ]
 
 
 @pytest.mark.timeout(300)
