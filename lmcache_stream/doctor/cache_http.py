@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .._listener import Spoken, listener_at
 from .chart import Chart, known
 from .places import CACHE_HTTP
 from .results import Finding, failed, ok, warning
-from .web import Answer, NoAnswer, get, identify, is_status
+from .web import Answer, get, identify, is_status
 
 __all__ = ["memory", "mode", "reachable", "status"]
 
@@ -22,13 +21,9 @@ _FULL = 0.95
 async def reachable(chart: Chart) -> Finding:
     """Something speaks HTTP there."""
     root, deadline = chart.targets.http_url, chart.deadlines.answer
-    # Heard before it is asked, as in `engine.reachable`.
-    found = await listener_at(root, deadline=deadline)
-    if found.spoken in (Spoken.NOTHING, Spoken.ZEROMQ):
-        return CACHE_HTTP.vacant(root, found)
-    answer = await get(f"{root}/status", deadline=deadline)
-    if isinstance(answer, NoAnswer):
-        return CACHE_HTTP.vacant(root, found, answer.reason)
+    answer = await CACHE_HTTP.ask(root, "/status", deadline=deadline)
+    if isinstance(answer, Finding):
+        return answer
     chart.status_answer = answer
     return ok(f"{root} answers over HTTP")
 

@@ -7,14 +7,13 @@ from collections.abc import Sequence
 
 import msgspec
 
-from .._listener import Spoken, listener_at
 from ..completions import CompletionTimeouts, FinishEvent, TokenEvent, VLLMCompletions
 from ..completions.models import served_models
 from ..errors import EngineConnectError, EngineError, EngineStatusError, EngineStreamError
 from .chart import Chart, known
 from .places import ENGINE
 from .results import Finding, failed, ok, warning
-from .web import Answer, NoAnswer, get, identify
+from .web import Answer, get, identify
 
 __all__ = ["DETAILS", "advice_for", "api", "cached_tokens", "model", "one_pass", "reachable", "token_ids"]
 
@@ -32,13 +31,9 @@ class _Version(msgspec.Struct):
 async def reachable(chart: Chart) -> Finding:
     """Something speaks HTTP there."""
     root, deadline = chart.targets.engine_url, chart.deadlines.answer
-    # Heard before it is asked: a request of HTTP ends the thread that an LMCache answers ZeroMQ in.
-    found = await listener_at(root, deadline=deadline)
-    if found.spoken in (Spoken.NOTHING, Spoken.ZEROMQ):
-        return ENGINE.vacant(root, found)
-    answer = await get(f"{root}/v1/models", deadline=deadline, headers=chart.targets.headers)
-    if isinstance(answer, NoAnswer):
-        return ENGINE.vacant(root, found, answer.reason)
+    answer = await ENGINE.ask(root, "/v1/models", deadline=deadline, headers=chart.targets.headers)
+    if isinstance(answer, Finding):
+        return answer
     chart.models = answer
     return ok(f"{root} answers over HTTP")
 

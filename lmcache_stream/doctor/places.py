@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from .._listener import Listener, Spoken
+from .._listener import Listener, Spoken, listener_at
 from .results import Finding, failed
-from .web import Server
+from .web import Answer, NoAnswer, Server, get
 
 __all__ = ["CACHE", "CACHE_HTTP", "ENGINE", "Place"]
 
@@ -25,6 +26,20 @@ class Place:
     option: str
     port: str
     start: str
+
+    async def ask(
+        self, root: str, path: str, *, deadline: float, headers: Mapping[str, str] | None = None
+    ) -> Answer | Finding:
+        """Return the answer to a GET of ``path``; a finding where nobody, or a wrong one, answers.
+
+        Who is there is heard before it is asked: a request of HTTP ends the thread that an LMCache answers
+        ZeroMQ in.
+        """
+        found = await listener_at(root, deadline=deadline)
+        if found.spoken in (Spoken.NOTHING, Spoken.ZEROMQ):
+            return self.vacant(root, found)
+        answer = await get(f"{root}{path}", deadline=deadline, headers=headers)
+        return self.vacant(root, found, answer.reason) if isinstance(answer, NoAnswer) else answer
 
     def vacant(self, url: str, found: Listener, said: str = "") -> Finding:
         """Return the finding for an address that nobody, or a wrong one, answers at.
