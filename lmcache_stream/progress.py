@@ -87,7 +87,7 @@ class Bars:
             name: which bar.
             title: in front of it.
             done: how much of ``total`` is done.
-            total: None where nobody knows.
+            total: None where nobody knows; what was known before stays.
             note: behind it.
         """
         if name not in self._tasks:

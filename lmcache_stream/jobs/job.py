@@ -100,7 +100,7 @@ class Job:
             BatchStoppedError: the engine or the cache is down; the rows that were under way are not in the
                 output.
             InvalidRequestError: the source cannot be read, or text comes and there is no tokenizer.
-            OSError: the output cannot be written.
+            OSError: the output or the temporary file of ids cannot be written, or the input breaks off.
         """
         self._say, self._moved = say, moved
         self._began = time.perf_counter()

@@ -119,6 +119,7 @@ class Source:
 
         Raises:
             InvalidRequestError: the file cannot be read.
+            OSError: the temporary file of ids cannot be written.
         """
         try:
             # No buffer of Python's: a thread that waits for input would hold its lock when Python ends.
@@ -136,6 +137,9 @@ class Source:
         """Wait for input and return what it has: rows to be worked on, and what cannot be read.
 
         None at the end.
+
+        Raises:
+            OSError: the input cannot be read, or the temporary file of ids not be written.
         """
         if self._is_over:
             return None
