@@ -21,7 +21,7 @@ from .doctor import add_doctor
 from .report import add_report
 from .run import add_run
 from .serve import add_serve_cache, add_serve_engine
-from .streams import prepare_streams, say
+from .streams import flush_streams, prepare_streams, say
 
 __all__ = ["main"]
 
@@ -65,8 +65,7 @@ def _ended(code: int) -> int:
 def _leave(code: int) -> None:
     """End the process where an interpreter that ends is aborted: a thread is inside torch, for long."""
     if not wait_at_exit():
-        sys.stdout.flush()
-        sys.stderr.flush()
+        flush_streams()
         os._exit(code)
 
 

@@ -79,7 +79,9 @@ async def _targets(arguments: argparse.Namespace) -> AsyncIterator[Targets]:
     if given or arguments.model_path or arguments.api_key:
         raise InvalidRequestError("--embedded checks a stack of its own: give it no URL, path or key")
     from ..embedded import EmbeddedStack
+    from .servers import hide_progress_bars
 
+    hide_progress_bars()
     sys.stderr.write("Starting a cache server and an engine in this process.\n")
     async with EmbeddedStack(arguments.model) as stack:
         yield Targets(

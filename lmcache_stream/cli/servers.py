@@ -17,7 +17,7 @@ from ..errors import GeometryError
 from ..jobs import Servers
 from ..jobs.tokens import load_tokenizer
 
-__all__ = ["Addresses", "open_embedded", "open_servers"]
+__all__ = ["Addresses", "hide_progress_bars", "open_embedded", "open_servers"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +84,7 @@ async def open_servers(addresses: Addresses) -> AsyncIterator[tuple[Servers, str
 @asynccontextmanager
 async def open_embedded(model: str | None, tokenizer: str | None) -> AsyncIterator[tuple[Servers, str]]:
     """Start the embedded stack with ``model``, by default the demo's; see ``open_servers``."""
-    _hide_progress_bars()
+    hide_progress_bars()
     from ..embedded import EmbeddedStack
 
     async with EmbeddedStack(model) as stack, stack.connect() as context:
@@ -123,8 +123,8 @@ async def _in_thread(load: partial[Any]) -> Any:
         workers.close()
 
 
-def _hide_progress_bars() -> None:
-    """Keep what transformers tells while it loads a model from between a job's own lines."""
+def hide_progress_bars() -> None:
+    """Keep what transformers tells while it loads a model from between a command's own lines."""
     with contextlib.suppress(ImportError):  # The stack says what is missing.
         from transformers.utils import logging
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import sys
 from pathlib import Path
 from typing import TextIO
 
-__all__ = ["prepare_streams", "say"]
+__all__ = ["flush_streams", "prepare_streams", "say"]
 
 
 def prepare_streams() -> None:
@@ -38,6 +39,13 @@ def say(line: str) -> None:
     except OSError:
         # What was not written would be tried again at the end of Python, for an exit code of its own.
         sys.stderr = _nowhere()
+
+
+def flush_streams() -> None:
+    """Write what stdout and stderr still hold, where somebody reads it."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):
+            stream.flush()
 
 
 def _nowhere() -> TextIO:
