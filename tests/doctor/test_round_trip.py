@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -11,11 +12,21 @@ from typing import Any, cast
 import pytest
 import torch
 
+from lmcache_stream import FinishEvent, TokenEvent
 from lmcache_stream.cache.selfcheck import repeated_rows
 from lmcache_stream.cache.stores import StoreResult
 from lmcache_stream.doctor import Deadlines, Status, Targets
 from lmcache_stream.doctor.chart import Chart, ServedModel
-from lmcache_stream.doctor.round_trip import isolation, layout, made_up, offload, retrieve, same, store
+from lmcache_stream.doctor.round_trip import (
+    decode,
+    isolation,
+    layout,
+    made_up,
+    offload,
+    retrieve,
+    same,
+    store,
+)
 
 CHUNK, CHUNKS = 4, 3
 
@@ -163,6 +174,31 @@ async def test_kv_that_does_not_come(
     assert seen in finding.seen
     assert advice in finding.advice
     assert len(cache.salts) > 2
+
+
+@pytest.mark.parametrize(
+    ("cached", "status", "seen"),
+    [
+        (12, Status.OK, "vLLM took 12 of 12 stored tokens from LMCache and decoded token 7"),
+        (8, Status.FAILED, "vLLM took 8 of 12 stored tokens from LMCache and computed the rest anew"),
+        (None, Status.WARNING, "does not say from what"),
+    ],
+)
+async def test_the_engine_is_asked_for_what_was_stored(cached: int | None, status: Status, seen: str) -> None:
+    salts: list[str] = []
+
+    async def engine(prompt: list[int], params: object, salt: str) -> AsyncIterator[TokenEvent | FinishEvent]:
+        salts.append(salt)
+        yield TokenEvent(7, "x", 0.0)
+        yield FinishEvent(reason="length", cached_tokens=cached)
+
+    chart = charted(Cache())
+    chart.engine = cast(Any, engine)
+    finding = await decode(chart)
+    assert finding.status is status
+    assert seen in finding.seen
+    # Under the first salt the prompt's own KV would answer for the copy.
+    assert [salt[-2:] for salt in salts] == ["-2"]
 
 
 async def test_a_check_of_the_layout_that_could_not_be_made_is_a_warning() -> None:
