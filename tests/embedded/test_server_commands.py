@@ -86,8 +86,8 @@ async def test_what_it_prints_can_be_tried_and_sigterm_lets_answers_end(
 
 
 @both
-async def test_sigterm_ends_answers_after_their_grace(script: str, model: CausalModel) -> None:
-    async with started(script, model, "--grace", "0.2") as running:
+async def test_sigterm_ends_answers_after_their_grace(script: str, endless: CausalModel) -> None:
+    async with started(script, endless, "--grace", "0.2") as running:
         async with asking(running.url, {**QUESTION, "max_tokens": 3000}) as reply:
             events = reply.read()
             while ("edit" not in dict(reply.events)) or len(reply.events) < 5:
@@ -101,8 +101,8 @@ async def test_sigterm_ends_answers_after_their_grace(script: str, model: Causal
 
 
 @both
-async def test_a_second_signal_is_impatient(script: str, model: CausalModel) -> None:
-    async with started(script, model, "--grace", "600") as running:
+async def test_a_second_signal_is_impatient(script: str, endless: CausalModel) -> None:
+    async with started(script, endless, "--grace", "600") as running:
         async with asking(running.url, {**QUESTION, "max_tokens": 3000}) as reply:
             events = reply.read()
             assert await anext(events)
