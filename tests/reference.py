@@ -73,13 +73,7 @@ def kv_of(network: Any, prompt: list[int], length: int) -> torch.Tensor:
 @torch.no_grad()
 def decoded(network: Any, kv: torch.Tensor, rest: list[int], count: int) -> list[int]:
     """Return ``count`` greedy ids of transformers behind the cache ``kv`` and the tokens ``rest``."""
-    from transformers import DynamicCache
-
-    heads: int = network.config.num_key_value_heads
-    cache = DynamicCache(config=network.config)
-    for layer in range(kv.shape[1]):
-        planes = kv[:, layer].view(2, kv.shape[2], heads, -1).transpose(1, 2)
-        cache.update(planes[0][None].contiguous(), planes[1][None].contiguous(), layer)
+    cache = _cache_of(network, kv)
     ids: list[int] = []
     step = torch.tensor([rest])
     for _ in range(count):
@@ -87,3 +81,26 @@ def decoded(network: Any, kv: torch.Tensor, rest: list[int], count: int) -> list
         ids.append(int(logits[0, -1].argmax()))
         step = torch.tensor([[ids[-1]]])
     return ids
+
+
+@torch.no_grad()
+def shortfalls(network: Any, kv: torch.Tensor, rest: list[int], answer: list[int]) -> torch.Tensor:
+    """Return how far the logit of each id of ``answer`` is below the greatest one at its place.
+
+    0 for a greedy answer of transformers behind ``kv`` and ``rest``; little where rounding alone chose.
+    """
+    ids = torch.tensor([[*rest, *answer[:-1]]])
+    cache = {_cache_name(network): _cache_of(network, kv)}
+    logits: torch.Tensor = network(input_ids=ids, use_cache=True, **cache).logits[0, len(rest) - 1 :].float()
+    return logits.amax(-1) - logits.gather(-1, torch.tensor(answer)[:, None])[:, 0]
+
+
+def _cache_of(network: Any, kv: torch.Tensor) -> Any:
+    from transformers import DynamicCache
+
+    heads: int = network.config.num_key_value_heads
+    cache = DynamicCache(config=network.config)
+    for layer in range(kv.shape[1]):
+        planes = kv[:, layer].view(2, kv.shape[2], heads, -1).transpose(1, 2)
+        cache.update(planes[0][None].contiguous(), planes[1][None].contiguous(), layer)
+    return cache
