@@ -21,8 +21,8 @@ pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
 Run = tuple[torch.Tensor, list[int]]
 
 GREEDY = {"max_tokens": 40, "temperature": 0}
-# Two steps of a bfloat16 logit of 16 to 32.
-_ROUNDING = 0.25
+# One of a bfloat16 logit of 16 to 32.
+_STEP = 0.125
 
 
 def kept_of(length: int) -> list[int]:
@@ -94,13 +94,18 @@ def test_the_decoded_tokens_are_those_of_the_reference(
     # The token that the prefill decoded belongs to the sequence.
     first, *answer = ids
     rest = [*(prompt[index] for index in kept[chunked:]), *prompt[whole:], first]
-    below = reference.shortfalls(model(stack.dtype), edited, rest, answer)
-    # Between ids whose bfloat16 logits differ by rounding alone the kernels of the machine choose.
-    limit = 0.0 if stack.dtype == torch.float32 else _ROUNDING
-    assert below.max() <= limit, below
+    if stack.dtype == torch.float32 or torch.cpu._is_amx_tile_supported():
+        wanted = reference.decoded(model(stack.dtype), edited, rest, 40)
+        same = sum(one == other for one, other in zip(answer, wanted, strict=True))
+        assert same == 40, f"{same} of 40 tokens are equal"
+    else:
+        # Other kernels of vLLM and transformers choose differently between logits that one rounding parts.
+        below = reference.shortfalls(model(stack.dtype), edited, rest, answer)
+        assert below.max() <= _STEP, below
+        assert (below > 0).sum() <= 2, below
     # Keys that were left at their old positions would be told by it.
     unmoved = kv[:, :, kept][:, :, :chunked]
-    assert reference.shortfalls(model(stack.dtype), unmoved, rest, answer).max() > 8 * _ROUNDING
+    assert reference.shortfalls(model(stack.dtype), unmoved, rest, answer).max() > 16 * _STEP
     asyncio.run(until_unlocked(stack.cache))
 
 

@@ -50,7 +50,7 @@ sys.stdin.read()
 
 
 def test_the_segment_of_a_killed_process_goes_with_the_next_pool() -> None:
-    foreign = Path("/dev/shm/lmcache_l1_pool_of_a_real_server")
+    foreign = Path(f"/dev/shm/lmcache_l1_pool_{os.getpid()}_of_a_real_server")
     foreign.write_bytes(b"x")
     command = [sys.executable, "-c", OWNER]
     try:
